@@ -1,0 +1,855 @@
+"""A tensor as a handle, a handle as text, and back; and the packed buffer.
+
+Answers for both sides of a weight sync: how does memory of one process become a tensor of another
+(`export_handle`, `import_handle`), how does that travel inside JSON (`encode_handles`, `decode_handles`),
+and how do many tensors share one export (`PackedBuffer`, `PackedBufferImporter`, `unpack`)?
+
+Laws:
+
+- `import_handle` copies nothing: the result *is* the trainer's memory, until the last view of it is dropped.
+- One export pays for one open and one release. Its counter is 1 from the export on, 0 after the release.
+- What was lent stays allocated until its counter is 0 and `ipc_collect` has run.
+- What came over the wire stays inert: `decode_handles` builds None, bool, int, str, bytes, tuple, list and
+  dict, and calls nothing; `check_args` looks at every value before a device sees one.
+- `parse_dtype(dtype_name(d)) is d`; `describe_handles` says the same of handles before and after the wire.
+- Every refusal is a `HandleError`, and it changes nothing.
+
+CUDA memory goes through torch's own `reduce_tensor` and `rebuild_cuda_tensor`. CPU memory goes through an
+EMULATION of it for machines without a GPU: a shared-memory file stands for the CUDA allocation, and the
+fifteen arguments, the reference counter and the life of the memory are CUDA's.
+
+Source: vLLM 0.33.0 docs/training/weight_transfer/ipc.md, torch 2.11-2.13 torch/multiprocessing/reductions.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import ctypes
+import hashlib
+import itertools
+import math
+import os
+import pickle
+import pickletools
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+Handle = dict[str, Any]  # {gpu_uuid: fifteen arguments}, one entry per GPU
+
+SHM = "/dev/shm"
+HEADER_BYTES = 64  # torch's own header, at the start of every shared-memory file it makes
+SLOTS = 10_000  # reference counters in one file, an int64 each
+COUNTER_FILE_BYTES = HEADER_BYTES + 8 * SLOTS
+SHM_NAME = re.compile(rb"/torch_\d{1,20}_\d{1,20}_\d{1,20}")
+CPU_MARK = b"cpu:"  # an emulated storage handle is this and the name of its file
+CUDA_HANDLE_VERSION = 2
+EVENT_BYTES = 64
+# By every name torch has for them. The quantized dtypes (their scales do not travel) and the sub-byte
+# integers (torch cannot copy them) are none that a sync can carry.
+DTYPES = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and not re.fullmatch(r"qu?int.*|u?int[1-7]|bit", name)
+}
+CAUSES = (
+    "trainer and server share one host, one GPU, one PID namespace and one /dev/shm (containers: --ipc=host "
+    "or a common /dev/shm mount, and --pid=host), and the trainer lives until finish is answered"
+)
+
+
+class HandleError(ValueError):
+    """A handle, or what should become one, is refused. The message: what was seen, what holds, what to do."""
+
+
+class IpcArgs(NamedTuple):
+    """The fifteen arguments of torch's `rebuild_cuda_tensor`, by name. On the wire they are a plain tuple."""
+
+    tensor_cls: Any
+    tensor_size: Any  # elements, one a dimension
+    tensor_stride: Any  # elements
+    tensor_offset: Any  # elements, inside the storage
+    storage_cls: Any
+    dtype: Any
+    storage_device: Any  # the sender's index; the receiver writes its own
+    storage_handle: Any  # bytes; None for an empty storage
+    storage_size_bytes: Any
+    storage_offset_bytes: Any  # of the storage inside its CUDA allocation
+    requires_grad: Any
+    ref_counter_handle: Any  # bytes, the name of the counter's file
+    ref_counter_offset: Any  # its slot there
+    event_handle: Any  # bytes
+    event_sync_required: Any
+
+
+# --- Names --------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as the wire writes it: `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The inverse. An alias (`"half"`) gives its dtype; any other attribute of torch is a HandleError."""
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise HandleError(f"dtype {_seen(name)} is none that a sync can carry; 'bfloat16' is one")
+    return dtype
+
+
+def gpu_uuid(device: torch.device | str) -> str:
+    """The key of a device in a handle: the GPU's uuid without `GPU-`; for `cpu:i` a made-up one per index."""
+    ours = _device(device)
+    if ours.type == "cuda":
+        return str(torch.cuda.get_device_properties(ours).uuid)
+    return f"c0dec0de-0000-4000-8000-{ours.index:012x}"
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """sha256, in hex, of a tensor's bytes in row-major order."""
+    flat = wire_form(tensor).reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).hexdigest()
+
+
+def _device(device: torch.device | str) -> torch.device:
+    ours = torch.device(device)
+    if ours.type not in ("cpu", "cuda"):
+        raise HandleError(f"device {ours} shares no memory this way; a cuda or cpu device does")
+    if ours.index is None:
+        return torch.device(ours.type, torch.cuda.current_device() if ours.type == "cuda" else 0)
+    return ours
+
+
+def _seen(value: object) -> str:
+    """A value for an error message: bounded, and never the repr of something nested."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:80]) + (f"... ({len(value)} long)" if len(value) > 80 else "")
+    if value is None or isinstance(value, (bool, torch.dtype)):
+        return str(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else f"an int of {value.bit_length()} bits"
+    return f"of type {type(value).__name__}"
+
+
+# --- Stations 2 and 3: a tensor as a handle -----------------------------------------------------------
+
+
+def wire_form(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as its bytes travel: detached, conj and neg resolved, contiguous; no copy where it already is.
+
+    Raises HandleError as `dense` does.
+    """
+    return dense(tensor).resolve_conj().resolve_neg().contiguous()
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, detached. Raises HandleError where it has no plain bytes: meta, sparse, sharded, ..."""
+    if not isinstance(tensor, torch.Tensor):
+        raise HandleError(f"a {type(tensor).__name__} is no tensor")
+    kind = "meta" if tensor.is_meta else "sparse" if tensor.layout is not torch.strided else ""
+    kind = kind or ("nested" if tensor.is_nested else "")
+    if tensor.dtype not in DTYPES.values():
+        kind = dtype_name(tensor.dtype)
+    if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers: the bytes lie elsewhere
+        kind = type(tensor).__name__
+    if kind:
+        raise HandleError(f"a {kind} tensor has no bytes to lend; a dense one does: gather or convert it")
+    if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
+        raise HandleError(f"the storage of a tensor of shape {list(tensor.shape)} was freed; refill it first")
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def export_handle(tensor: torch.Tensor, device: torch.device | str | None = None) -> Handle:
+    """Lends a tensor: `{gpu_uuid: fifteen arguments}`. The loan begins.
+
+    Each call is a new export and pays for one open and release. A non-contiguous tensor travels with its
+    strides. `device` names the worker that a CPU tensor is for (`"cpu:1"`); a CUDA tensor knows its own.
+    A CPU storage is moved into shared memory in place, so that its aliases stay aliases.
+    Raises HandleError for what cannot be lent, too little shared memory included.
+    """
+    plain = dense(tensor)
+    if plain.is_conj() or plain.is_neg():
+        raise HandleError("the conj or neg flag of a tensor is not in its handle; export wire_form(tensor)")
+    ours = _device(device if device is not None and plain.device.type == "cpu" else plain.device)
+    if ours.type != plain.device.type:
+        raise HandleError(f"a tensor on {plain.device} cannot be lent to a worker on {ours}; move it first")
+    return {gpu_uuid(ours): _export_cuda(plain) if ours.type == "cuda" else _export_cpu(plain, ours.index)}
+
+
+def _export_cuda(tensor: torch.Tensor) -> tuple:
+    setting = "unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or copy into memory made without it"
+    try:
+        function, args = reduce_tensor(tensor)
+    except RuntimeError as exc:
+        raise HandleError(f"torch cannot export this CUDA memory ({exc}); {setting}") from exc
+    if function is not rebuild_cuda_tensor:
+        raise HandleError(f"torch exports this tensor by {function.__name__}, not by rebuild_cuda_tensor")
+    handle = IpcArgs(*args).storage_handle
+    if handle is not None and handle[1:2] == b"e":
+        settle(args)
+        raise HandleError(f"memory of expandable segments opens in few containers and kernels; {setting}")
+    return tuple(args)
+
+
+# --- Stations 5 and 8: handles as text, and back ------------------------------------------------------
+
+
+def encode_handles(handles: list[Handle] | Handle) -> str:
+    """base64(pickle(handles)), protocol 4. Unpacked: one dict per name; packed: the buffer's dict.
+
+    Equal bytes are pickled once: all tensors of one CUDA allocation share a storage handle.
+    """
+    known: dict[bytes, bytes] = {}
+
+    def entry(handle: Any) -> Any:
+        return {uuid: shared(args) for uuid, args in handle.items()} if isinstance(handle, dict) else handle
+
+    def shared(args: Any) -> Any:
+        if type(args) not in (tuple, IpcArgs):
+            return args
+        return tuple(known.setdefault(arg, arg) if type(arg) is bytes else arg for arg in args)
+
+    plain = [entry(handle) for handle in handles] if isinstance(handles, list) else entry(handles)
+    return base64.b64encode(pickle.dumps(plain, protocol=4)).decode("ascii")
+
+
+def decode_handles(text: str) -> Any:
+    """The inverse, for text of a stranger: a list or a dict of inert values, whatever the text holds.
+
+    A `torch.Size` becomes a tuple, a permitted global (`torch.Tensor`, `torch.bfloat16`) its name as a str.
+    Characters outside the base64 alphabet are dropped, as vLLM does. Raises HandleError for everything that
+    no honest sender makes, in time and memory linear in the text; later loops over the result are linear too.
+    """
+    if not isinstance(text, str):
+        raise HandleError(f"ipc_handles_pickled is {_seen(text)}; it is base64 text")
+    try:
+        payload = base64.b64decode(text)
+    except ValueError as exc:
+        raise HandleError(f"ipc_handles_pickled is no base64 text: {exc}") from exc
+    handles = _PickleReader(payload).read()
+    if type(handles) not in (list, dict):
+        raise HandleError(f"the handles are {_seen(handles)}; they are a list of dicts, or packed one dict")
+    _check_cost(handles, 1000 + 4 * len(payload))
+    return handles
+
+
+def _check_cost(handles: list | dict, limit: int) -> None:
+    """Handles nest list, dict, (function, arguments), arguments, sizes: five levels, and few shared values.
+
+    Level by level, because a pickle can say "that again" in two bytes: a billion values in 100 bytes.
+    """
+    level, total = [handles], 0
+    for _ in range(5):
+        total += sum(map(len, level))
+        if total > limit:
+            raise HandleError(f"the handles hold over {limit} values, more than their text has room for")
+        inner = itertools.chain.from_iterable(v.values() if type(v) is dict else v for v in level)
+        level = [v for v in inner if type(v) in (tuple, list, dict)]
+    if level:
+        raise HandleError("the handles are nested more than five levels deep; no handle is")
+
+
+class _PickleReader:
+    """A reader for pickles of protocol 3 to 5 that knows the opcodes of honest handles, and no object at all.
+
+    `pickle.Unpickler` with a `find_class` would not do: BUILD can overwrite methods of a permitted class,
+    REDUCE can call it, one LONG_BINPUT takes gigabytes. Here a global is a string and nothing is called.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self.containers_left = 1000 + len(payload) // 6  # an honest one takes eight bytes or more
+
+    def read(self) -> Any:
+        payload = self.payload
+        if payload[:1] != b"\x80" or payload[1:2] not in (b"\3", b"\4", b"\5"):
+            raise HandleError(f"the payload begins with {_seen(payload[:2])}; {PROTOCOL_HINT}")
+        self.at = 2
+        try:
+            while (code := payload[self.at]) != STOP:
+                self.at += 1
+                if code not in STEPS:
+                    opcode = OPCODES.get(code, hex(code))
+                    raise HandleError(f"the pickle has the opcode {opcode}; handles do not")
+                STEPS[code](self)
+        except HandleError:
+            raise
+        except (IndexError, ValueError) as exc:
+            raise HandleError(f"the pickle is broken or cut off at byte {self.at} of {len(payload)}") from exc
+        if self.at + 1 != len(payload) or len(self.stack) != 1 or self.marks:
+            raise HandleError(f"the pickle ends at byte {self.at} of {len(payload)}, and not with one value")
+        return self.stack[0]
+
+    def take(self, count: int) -> bytes:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.payload):
+            raise IndexError
+        return self.payload[start : self.at]
+
+    def number(self, width: int, signed: bool = False) -> int:
+        return int.from_bytes(self.take(width), "little", signed=signed)
+
+    def line(self) -> str:
+        return self.take(self.payload.index(b"\n", self.at) + 1 - self.at)[:-1].decode()
+
+    def skip_frame(self) -> None:
+        if self.number(8) > len(self.payload) - self.at:
+            raise IndexError
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def push_container(self, value: Any) -> None:
+        self.containers_left -= 1
+        if self.containers_left < 0:
+            raise HandleError("the pickle makes more lists, dicts and tuples than handles of its length have")
+        self.stack.append(value)
+
+    def pop(self, count: int) -> list[Any]:
+        return self.pop_from(len(self.stack) - count)
+
+    def pop_from(self, start: int) -> list[Any]:
+        if not 0 <= start <= len(self.stack):
+            raise IndexError
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
+
+    def append(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise HandleError("the pickle appends to what is no list")
+        self.stack[-1].extend(values)
+
+    def set_items(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not dict or len(values) % 2:
+            raise HandleError("the pickle sets items of what is no dict")
+        if not all(type(key) is str for key in values[::2]):  # hashing a nested tuple can take for ever
+            raise HandleError("a handle has a key that is no str; GPU uuids are")
+        self.stack[-1].update(zip(values[::2], values[1::2], strict=True))
+
+    def put(self, index: int) -> None:
+        if index != len(self.memo):
+            raise HandleError(f"the pickle puts at {index} in the memo; picklers count from 0 by 1")
+        self.memo.append(self.stack[-1])
+
+    def push_global(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise HandleError("the pickle names a global by what is no str")
+        if module == "torch" and name in DTYPES:
+            self.push(str(DTYPES[name]))
+        elif f"{module}.{name}" in PERMITTED_GLOBALS:
+            self.push(f"{module}.{name}")
+        else:
+            hint = PROTOCOL_HINT if module == "_codecs" else "handles name torch's tensor, storage and dtype"
+            raise HandleError(f"the pickle names the global {_seen(module)} {_seen(name)}; {hint}")
+
+    def reduce(self) -> None:
+        function, args = self.pop(2)
+        size_of_one = type(args) is tuple and len(args) == 1 and type(args[0]) is tuple
+        if type(function) is not str or function != "torch.Size" or not size_of_one:
+            raise HandleError("the pickle calls something other than torch.Size of one tuple; handles do not")
+        self.push(args[0])
+
+
+STOP = b"."[0]
+TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
+STORAGE_CLASSES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
+PROTOCOL_HINT = "pickle with protocol 3 or later (pickle.dumps's default)"
+OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+PERMITTED_GLOBALS = {
+    *TENSOR_CLASSES,
+    *STORAGE_CLASSES,
+    "torch.Size",
+    "torch.multiprocessing.reductions.rebuild_cuda_tensor",  # only to say "send the bare arguments"
+}
+_STEPS: dict[str, Callable[[_PickleReader], None]] = {
+    "FRAME": lambda r: r.skip_frame(),
+    "MARK": lambda r: r.marks.append(len(r.stack)),
+    "NONE": lambda r: r.push(None),
+    "NEWTRUE": lambda r: r.push(True),
+    "NEWFALSE": lambda r: r.push(False),
+    "BININT": lambda r: r.push(r.number(4, signed=True)),
+    "BININT1": lambda r: r.push(r.number(1)),
+    "BININT2": lambda r: r.push(r.number(2)),
+    "LONG1": lambda r: r.push(r.number(r.number(1), signed=True)),
+    "SHORT_BINUNICODE": lambda r: r.push(r.take(r.number(1)).decode()),
+    "BINUNICODE": lambda r: r.push(r.take(r.number(4)).decode()),
+    "SHORT_BINBYTES": lambda r: r.push(r.take(r.number(1))),
+    "BINBYTES": lambda r: r.push(r.take(r.number(4))),
+    "EMPTY_TUPLE": lambda r: r.push(()),
+    "EMPTY_LIST": lambda r: r.push_container([]),
+    "EMPTY_DICT": lambda r: r.push_container({}),
+    "TUPLE": lambda r: r.push_container(tuple(r.pop_from(r.marks.pop()))),
+    "TUPLE1": lambda r: r.push_container(tuple(r.pop(1))),
+    "TUPLE2": lambda r: r.push_container(tuple(r.pop(2))),
+    "TUPLE3": lambda r: r.push_container(tuple(r.pop(3))),
+    "APPEND": lambda r: r.append(r.pop(1)),
+    "APPENDS": lambda r: r.append(r.pop_from(r.marks.pop())),
+    "SETITEM": lambda r: r.set_items(r.pop(2)),
+    "SETITEMS": lambda r: r.set_items(r.pop_from(r.marks.pop())),
+    "MEMOIZE": lambda r: r.memo.append(r.stack[-1]),
+    "BINPUT": lambda r: r.put(r.number(1)),
+    "LONG_BINPUT": lambda r: r.put(r.number(4)),
+    "BINGET": lambda r: r.push(r.memo[r.number(1)]),
+    "LONG_BINGET": lambda r: r.push(r.memo[r.number(4)]),
+    "GLOBAL": lambda r: r.push_global(r.line(), r.line()),
+    "STACK_GLOBAL": lambda r: r.push_global(*r.pop(2)),
+    "REDUCE": lambda r: r.reduce(),
+}
+STEPS = {code: _STEPS[name] for code, name in OPCODES.items() if name in _STEPS}
+
+
+def describe_handles(handles: Any) -> Any:
+    """The same structure in plain JSON values, for rules and transcripts; alike for raw and decoded handles.
+
+    Arguments are a list of fifteen, bytes are hex, classes and dtypes names such as `"torch.bfloat16"`.
+    """
+    return _plain(handles, 5)
+
+
+def _plain(value: Any, levels: int) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if levels and isinstance(value, dict):
+        return {
+            (k if isinstance(k, str) else f"<{type(k).__name__}>"): _plain(v, levels - 1)
+            for k, v in value.items()
+        }
+    if levels and isinstance(value, (tuple, list)):
+        return [_plain(v, levels - 1) for v in value]
+    return _global_name(value) or f"<{type(value).__name__}>"
+
+
+def _global_name(value: Any) -> str | None:
+    """`"torch.Tensor"` of a class or function, or of its name."""
+    if isinstance(value, str):
+        return value
+    named = isinstance(value, (type, FunctionType))
+    return f"{value.__module__}.{value.__qualname__}" if named else None
+
+
+# --- Station 9: a handle as a tensor ------------------------------------------------------------------
+
+
+def import_handle(handle: Handle, device: torch.device | str) -> torch.Tensor:
+    """A tensor on `device` that is the trainer's memory, from `{gpu_uuid: fifteen arguments}`.
+
+    Open an export once; dropping the last view of the result releases it. Never requires grad.
+    Raises HandleError, and has then opened nothing.
+    """
+    return _rebuild(check_args(_pick(handle, device), device), _device(device))
+
+
+def _pick(handle: Handle, device: torch.device | str) -> Any:
+    uuid = gpu_uuid(device)
+    if type(handle) is not dict:
+        raise HandleError(f"a handle is {_seen(handle)}; it is a dict {{gpu_uuid: fifteen arguments}}")
+    if uuid not in handle:
+        keys = ", ".join(map(_seen, itertools.islice(handle, 8)))
+        raise HandleError(
+            f"the handle has entries for {keys or 'no GPU'} and none for {uuid}, this worker's; trainer and "
+            "server share a GPU, and the key is str(torch.cuda.get_device_properties(i).uuid), without GPU-"
+        )
+    return handle[uuid]
+
+
+def _rebuild(args: IpcArgs, device: torch.device) -> torch.Tensor:
+    if args.storage_size_bytes == 0:
+        place = device if device.type == "cuda" else "cpu"
+        return torch.empty_strided(args.tensor_size, args.tensor_stride, dtype=args.dtype, device=place)
+    if device.type == "cpu":
+        return _open_cpu(args)
+    try:
+        with torch.cuda.device(device):
+            return rebuild_cuda_tensor(*args)
+    except RuntimeError as exc:
+        raise HandleError(
+            f"CUDA cannot open the trainer's memory ({exc}); {CAUSES}; memory of "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True opens in few containers; and both sides run "
+            f"the same torch (here {torch.__version__})"
+        ) from exc
+
+
+def check_args(args: Any, device: torch.device | str) -> IpcArgs:
+    """The fifteen arguments, each one checked without touching a device, with our own classes and index.
+
+    Takes raw arguments (torch's classes) and decoded ones (their names). The result has the real classes and
+    dtype, `storage_device` = ours and `requires_grad` = False. Raises HandleError.
+    """
+    ours, given = _device(device), _by_name(args)
+    _check(given, LAYOUT)
+    dtype = (
+        given.dtype if isinstance(given.dtype, torch.dtype) else DTYPES[given.dtype.removeprefix("torch.")]
+    )
+    _check_extent(given, dtype)
+    if given.storage_size_bytes == 0:
+        _check(given, NO_MEMORY)
+    else:
+        _check(given, MEMORY)
+        _check_memory(given, ours)
+    return given._replace(
+        tensor_cls=torch.Tensor,
+        tensor_size=tuple(given.tensor_size),
+        tensor_stride=tuple(given.tensor_stride),
+        storage_cls=torch.storage.TypedStorage,
+        dtype=dtype,
+        storage_device=ours.index,
+        requires_grad=False,
+    )
+
+
+def _by_name(args: Any) -> IpcArgs:
+    if type(args) not in (tuple, list, IpcArgs):
+        raise HandleError(f"the arguments of a handle are {_seen(args)}; they are a tuple of fifteen")
+    if len(args) == 2 and type(args[1]) in (tuple, list):
+        raise HandleError("a (function, arguments) pair came; send the bare fifteen, reduce_tensor(t)[1]")
+    if len(args) != len(IpcArgs._fields):
+        raise HandleError(f"a handle has {len(args)} arguments; reduce_tensor(t)[1] has fifteen")
+    return IpcArgs(*args)
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) <= 64 and all(map(_is_index, value))
+
+
+def _is_dtype(value: Any) -> bool:
+    name = str(value) if isinstance(value, (str, torch.dtype)) else ""
+    return name.startswith("torch.") and name.removeprefix("torch.") in DTYPES
+
+
+def _is_shm_name(value: Any) -> bool:
+    return type(value) is bytes and SHM_NAME.fullmatch(value) is not None
+
+
+Checks = dict[str, tuple[Callable[[Any], bool], str]]  # argument -> (what holds, in words)
+COUNTER: Checks = {
+    "ref_counter_handle": (_is_shm_name, "the name of a counter file, such as b'/torch_417_2881137107_0'"),
+    "ref_counter_offset": (lambda v: _is_index(v) and v < SLOTS, f"a slot from 0 to {SLOTS - 1}"),
+}
+LAYOUT: Checks = {
+    "tensor_cls": (lambda v: _global_name(v) in TENSOR_CLASSES, "torch.Tensor: detach, send no subclass"),
+    "tensor_size": (_is_shape, "a tuple of at most 64 ints, none negative"),
+    "tensor_stride": (_is_shape, "a tuple of at most 64 ints, none negative"),
+    "tensor_offset": (_is_index, "an int, not negative"),
+    "storage_cls": (lambda v: _global_name(v) in STORAGE_CLASSES, "torch.storage.TypedStorage"),
+    "dtype": (_is_dtype, "a torch dtype that a sync can carry"),
+    "storage_device": (_is_index, "an int, not negative"),
+    "storage_size_bytes": (_is_index, "an int, not negative"),
+    "storage_offset_bytes": (_is_index, "an int, not negative"),
+    "requires_grad": (lambda v: type(v) is bool, "a bool"),
+}
+MEMORY: Checks = COUNTER | {
+    "storage_handle": (lambda v: type(v) is bytes, "bytes where storage_size_bytes is not 0"),
+    "event_handle": (lambda v: type(v) is bytes and len(v) == EVENT_BYTES, f"{EVENT_BYTES} bytes"),
+    "event_sync_required": (lambda v: type(v) is bool, "a bool"),
+}
+NO_MEMORY: Checks = {  # torch gives None for each of these
+    "storage_handle": (lambda v: v is None, "None where storage_size_bytes is 0"),
+    "ref_counter_handle": (lambda v: v is None or _is_shm_name(v), "None where storage_size_bytes is 0"),
+    "ref_counter_offset": COUNTER["ref_counter_offset"],
+    "event_handle": (lambda v: v is None or type(v) is bytes, "None where storage_size_bytes is 0"),
+    "event_sync_required": (lambda v: v is None or type(v) is bool, "None where storage_size_bytes is 0"),
+}
+
+
+def _check(given: IpcArgs, checks: Checks) -> None:
+    for field, (holds, words) in checks.items():
+        if not holds(getattr(given, field)):
+            seen, at = _seen(getattr(given, field)), IpcArgs._fields.index(field)
+            raise HandleError(f"argument {at} of a handle, {field}, is {seen}; it is {words}")
+
+
+def _check_extent(given: IpcArgs, dtype: torch.dtype) -> None:
+    size, stride = given.tensor_size, given.tensor_stride
+    if len(size) != len(stride):
+        raise HandleError(f"a handle has {len(size)} sizes and {len(stride)} strides; one stride a dimension")
+    if math.prod(n or 1 for n in size) * dtype.itemsize >= 2**63:
+        raise HandleError("the sizes of a handle multiply to more than any memory has")
+    last = given.tensor_offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and (last + 1) * dtype.itemsize > given.storage_size_bytes:
+        raise HandleError(
+            f"the tensor of a handle ends {_seen((last + 1) * dtype.itemsize)} bytes into its storage, past "
+            f"storage_size_bytes, {given.storage_size_bytes}; export a tensor that lies inside its storage"
+        )
+
+
+def _check_memory(given: IpcArgs, ours: torch.device) -> None:
+    handle: bytes = given.storage_handle
+    emulated = handle.startswith(CPU_MARK)
+    if emulated != (ours.type == "cpu"):
+        seen, kind = ("an emulated CPU handle", "cpu") if emulated else ("a CUDA handle", "cuda")
+        raise HandleError(f"{seen} came to a worker on {ours}; run trainer and server with --device {kind}")
+    if emulated:
+        name = handle[len(CPU_MARK) :]
+        if not _is_shm_name(name) or given.storage_offset_bytes:
+            raise HandleError(f"the storage_handle is {_seen(handle)}; it is cpu:/torch_<n>_<n>_<n>, at 0")
+        _check_file(name, HEADER_BYTES + given.storage_size_bytes)
+    elif handle[:1] != bytes([CUDA_HANDLE_VERSION]):
+        raise HandleError(
+            f"the CUDA storage_handle has {len(handle)} bytes and version {_seen(handle[:1])}; torch "
+            f"{torch.__version__} here opens version {CUDA_HANDLE_VERSION}; run the same torch on both sides"
+        )
+    elif handle[1:2] != b"e" and (handle[1:2] != b"c" or len(handle) != 66):
+        raise HandleError(f"the storage_handle is {_seen(handle)}; it is a version byte, 'c' and 64 bytes")
+    _check_file(given.ref_counter_handle, COUNTER_FILE_BYTES)
+
+
+def _check_file(name: bytes, size: int) -> None:
+    try:
+        there = os.lstat(os.fsencode(SHM) + name).st_size >= size  # a link is seen as itself: too small
+    except OSError:
+        there = False
+    if not there:
+        raise HandleError(f"no file {_seen(name)} of {size} bytes is in {SHM} here; {CAUSES}")
+
+
+# --- Reference counters -------------------------------------------------------------------------------
+
+
+class _Counter(NamedTuple):
+    name: bytes
+    slot: int
+
+
+def ref_count(args: Any) -> int | None:
+    """The counter of an export: 1 until it is released, 0 after. None: it has none, or its file is gone.
+
+    Negative: released more than once. Raises HandleError where the arguments name no counter.
+    """
+    where = _counter(args)
+    return where and _counter_value(where)
+
+
+def settle(args: Any) -> None:
+    """For an export that nobody opened: sets its counter from 1 to 0, so that its memory can be reclaimed."""
+    where = _counter(args)
+    if where and _counter_value(where) == 1:
+        _counter_value(where, change=-1)
+
+
+def _counter(args: Any) -> _Counter | None:
+    given = _by_name(args)
+    if given.ref_counter_handle is None:
+        return None
+    _check(given, COUNTER)
+    return _Counter(given.ref_counter_handle, given.ref_counter_offset)
+
+
+def _counter_value(where: _Counter, change: int = 0) -> int | None:
+    """The counter, after adding `change`; None where its file is gone. One writer at a time: see the loan."""
+    try:
+        file = _open_shm(where.name)
+    except OSError:
+        return None
+    try:
+        with _lock:
+            at = HEADER_BYTES + 8 * where.slot
+            raw = os.pread(file, 8, at)
+            if len(raw) < 8:
+                return None
+            value = int.from_bytes(raw, "little", signed=True) + change
+            if change:
+                os.pwrite(file, value.to_bytes(8, "little", signed=True), at)
+            return value
+    finally:
+        os.close(file)
+
+
+def _open_shm(name: bytes) -> int:
+    """Opens what exists. Nothing here creates a file or lets one grow."""
+    return os.open(os.fsencode(SHM) + name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def ipc_collect() -> None:
+    """Takes back the memory of all our exports whose counter is 0, CUDA's and the emulation's."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+    with _lock:
+        for where in [where for where in _lent if _counter_files[where.name][where.slot].item() == 0]:
+            del _lent[where]
+            _free_slots.append(where)
+
+
+# --- The emulation: CPU memory lent as CUDA memory is -------------------------------------------------
+
+_lock = threading.RLock()  # re-entrant: a release can run inside any allocation of the same thread
+_lent: dict[_Counter, torch.UntypedStorage] = {}  # keeps what is lent alive, as CUDA's limbo does
+_counter_files: dict[bytes, torch.Tensor] = {}  # int64, [SLOTS]; torch unlinks the file with us
+_free_slots: list[_Counter] = []
+
+
+@atexit.register
+def _forget() -> None:
+    """Unlinks our files now; otherwise torch's manager process does, two seconds after us."""
+    _lent.clear()
+    _free_slots.clear()
+    _counter_files.clear()
+
+
+def _export_cpu(tensor: torch.Tensor, index: int) -> tuple:
+    storage, shape = tensor.untyped_storage(), (tensor.size(), tensor.stride(), tensor.storage_offset())
+    layout = (torch.Tensor, *shape, torch.storage.TypedStorage, tensor.dtype, index)
+    if storage.nbytes() == 0:
+        return (*layout, None, 0, 0, False, None, 0, None, None)
+    with _lock:
+        name = _share(storage)
+        where = _take_slot()
+        _lent[where] = storage
+    return (*layout, CPU_MARK + name, storage.nbytes(), 0, False, *where, bytes(EVENT_BYTES), False)
+
+
+def _share(storage: torch.UntypedStorage) -> bytes:
+    """Moves a storage into shared memory in place; the name of its file. The data starts at byte 64."""
+    room, needed = os.statvfs(SHM), HEADER_BYTES + storage.nbytes()
+    left = room.f_bavail * room.f_frsize
+    if not storage.is_shared() and left < needed:  # a full tmpfs kills by SIGBUS
+        raise HandleError(f"{needed} bytes do not fit into {SHM}, which has {left} left (docker: --shm-size)")
+    _manager, name, _size = storage._share_filename_cpu_()
+    return name
+
+
+def _take_slot() -> _Counter:
+    if not _free_slots:
+        counters = torch.zeros(SLOTS, dtype=torch.int64)
+        name = _share(counters.untyped_storage())
+        _counter_files[name] = counters
+        _free_slots.extend(_Counter(name, slot) for slot in reversed(range(SLOTS)))
+    where = _free_slots.pop()
+    _counter_files[where.name][where.slot] = 1
+    return where
+
+
+def _open_cpu(args: IpcArgs) -> torch.Tensor:
+    """Maps the file, which torch's own opener would do with a daemon and a descriptor left behind."""
+    length = HEADER_BYTES + args.storage_size_bytes
+    try:
+        file = _open_shm(args.storage_handle[len(CPU_MARK) :])
+        try:
+            if os.fstat(file).st_size < length:
+                raise OSError("the file is too small")
+            # By descriptor: from_file creates or grows what a name does not find.
+            storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", True, length)
+        finally:
+            os.close(file)
+    except (OSError, RuntimeError) as exc:
+        raise HandleError(f"the trainer's memory cannot be mapped ({exc}); {CAUSES}") from exc
+    # Every view holds the storage: the last one takes the mapping along, and the loan ends.
+    weakref.finalize(storage, _counter_value, _Counter(args.ref_counter_handle, args.ref_counter_offset), -1)
+    offset = HEADER_BYTES // args.dtype.itemsize + args.tensor_offset
+    return torch.empty(0, dtype=args.dtype).set_(storage, offset, args.tensor_size, args.tensor_stride)
+
+
+# --- The packed buffer --------------------------------------------------------------------------------
+
+
+class PackedBuffer:
+    """The trainer's side: one uint8 buffer, allocated once, exported once a sync, filled once a chunk.
+
+    export, then for each chunk fill, drain, send. A chunk's loan is from its request to its reply: nothing
+    may fill the buffer in between.
+    """
+
+    def __init__(self, capacity_bytes: int, device: torch.device | str) -> None:
+        if capacity_bytes < 1:
+            raise HandleError(f"a packed buffer of {capacity_bytes} bytes holds no tensor")
+        self.capacity_bytes = capacity_bytes
+        self.device = _device(device)
+        self._stream: torch.cuda.Stream | None = None
+        self._bytes: torch.Tensor | None = self._allocate()
+
+    def _allocate(self) -> torch.Tensor:
+        place = self.device if self.device.type == "cuda" else "cpu"
+        return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=place)
+
+    def export(self) -> Handle:
+        """A fresh export of the buffer: `{gpu_uuid: fifteen arguments}`. Once a sync; all chunks carry it."""
+        if self._bytes is None:
+            self._bytes = self._allocate()
+        return export_handle(self._bytes, self.device)
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Writes the tensors' bytes one after the other, row-major, without padding; on CUDA asynchronously.
+
+        Any device, shape and dtype. Raises HandleError, with nothing written, if they do not fit.
+        """
+        if self._bytes is None:
+            raise HandleError("the buffer was abandoned; export it anew first")
+        pieces = [wire_form(tensor).reshape(-1).view(torch.uint8) for tensor in tensors]
+        total = sum(piece.numel() for piece in pieces)
+        if total > self.capacity_bytes:
+            raise HandleError(f"{total} bytes do not fit into a packed buffer of {self.capacity_bytes}")
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        if total:
+            places = self._bytes[:total].split([piece.numel() for piece in pieces])
+            torch._foreach_copy_(places, pieces)
+
+    def drain(self) -> None:
+        """Waits until the bytes are in the buffer; the event of the older export covers none of them."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def abandon(self) -> None:
+        """Forgets this memory, unsettled: a receiver may still read it. The next export allocates anew."""
+        self._bytes = None
+
+
+class PackedBufferImporter:
+    """The server's side: one mapping per export, whatever the number of chunks, released exactly once."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = _device(device)
+        self._args: IpcArgs | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def open(self, handle: Handle) -> torch.Tensor:
+        """The buffer, uint8 [bytes]. Equal arguments as last time: the same mapping. Raises HandleError."""
+        args = check_args(_pick(handle, self.device), self.device)
+        if self._buffer is None or args != self._args:
+            self.release()
+            self._buffer, self._args = _rebuild(args, self.device), args
+        return self._buffer
+
+    def release(self) -> None:
+        """Drops the mapping; the counter goes to 0 with the last slice. Harmless when nothing is open."""
+        self._buffer = self._args = None
+
+
+def unpack(
+    buffer: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Sequence[int]],
+    tensor_sizes: Sequence[int],
+) -> list[torch.Tensor]:
+    """The tensors of a packed uint8 buffer, in order: views of it, or a copy of a slice that is unaligned.
+
+    `tensor_sizes` are bytes, of each tensor its elements times its item size; each starts where the one
+    before it ends, and all lie inside the buffer: the rules of `protocol` see to that.
+    """
+    pieces = buffer[: sum(tensor_sizes)].split(list(tensor_sizes)) if tensor_sizes else ()
+    weights = []
+    for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True):
+        if piece.storage_offset() % dtype.itemsize:
+            piece = piece.clone()  # torch views no bytes as a dtype across its item size
+        weights.append(piece.view(dtype).reshape(shape))
+    return weights

@@ -1,0 +1,841 @@
+"""What may be said in a weight sync, and when; and who broke which rule. No I/O, no torch.
+
+The contract is vLLM's `docs/training/weight_transfer/ipc.md` ("ipc.md" below) and what vLLM 0.33.0 was
+seen to answer. Its laws are data, each written once:
+
+    SEQUENCE   every (state, call) pair: a refusal, or two next states (done, failed)
+    RULES      one function a rule: its docstring is the sentence, its body is the check, its
+               decorator says how serious it is, where it is written, and how it is broken
+
+A server refuses the first broken rule, an oracle reports all of them, the README prints them, and
+the tests send every counter-example. Read on in `server.py` and `trainer.py`: one sync, both sides.
+
+    python protocol.py      print the rules as Markdown
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import itertools
+import math
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+VLLM = "0.33.0"  # every `source` that names a line means a line of this release
+
+# The calls of a sync, and what vLLM says when one has succeeded.
+SAID = {
+    "init_weight_transfer_engine": "Weight transfer initialized",
+    "start_weight_update": "Weight update started",
+    "update_weights": "Weights updated",
+    "finish_weight_update": "Weight update finished",
+    "shutdown_weight_transfer_engine": "Weight transfer shut down",
+}
+CALLS = (*SAID, "start_draft_weight_update")
+
+# Bytes of one element, under the name that torch prints (`str(dtype)` without `torch.`). The sub-byte
+# integers and the quantized dtypes are missing: torch cannot copy them.
+DTYPE_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("uint16", "int16", "bits16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+# torch's other spellings, which vLLM takes (`getattr(torch, name)`).
+DTYPE_ALIASES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "chalf": "complex32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
+
+# Positions in torch's fifteen handle arguments that rules look at (`ipc_codec.IpcArgs` names them all).
+ARGS = 15
+TENSOR_SIZE, TENSOR_STRIDE, DTYPE, REQUIRES_GRAD, COUNTER, SLOT = 1, 2, 5, 10, 11, 12
+
+MUST = "MUST"  # the document says it; broken, it is refused by vLLM or gives wrong weights
+SHOULD = "SHOULD"  # the field learned it; vLLM lets it pass
+
+
+class BadRequest(ValueError):
+    """The envelope is wrong: HTTP 400, and no session was touched.
+
+    `param` names the place as vLLM does: `body.update_info`, `query.mode`; None where it names none.
+    """
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class Refused(ValueError):
+    """A rule was broken: HTTP 500. Carries the rule and what was seen."""
+
+    def __init__(self, rule: Rule, seen: str):
+        super().__init__(f"{rule.id}: {rule.text}; seen: {seen} [{rule.source}]")
+        self.rule = rule
+        self.seen = seen
+
+
+# --- Messages ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InitInfo:
+    """`init_info`: whether the updates that follow are packed (ipc.md, "Inference Side")."""
+
+    packed: Any = False
+    unknown: tuple[str, ...] = ()  # keys that ipc.md does not have; never sent
+
+    @classmethod
+    def from_json(cls, info: Mapping[str, Any]) -> InitInfo:
+        return cls(info.get("packed", False), tuple(key for key in info if key != "packed"))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"packed": self.packed}
+
+
+@dataclass(frozen=True)
+class UpdateInfo:
+    """`update_info`: one chunk of a sync (ipc.md, "Trainer Without vLLM over HTTP").
+
+    names, dtype_names, shapes: one entry a tensor: the checkpoint name, the torch dtype's name, the
+        full shape (elements).
+    ipc_handles_pickled: base64 text of pickled handles; unpacked a list with a `{gpu_uuid: args}` per
+        name, packed one such dict for the shared buffer.
+    tensor_sizes: packed only: the bytes of each tensor in the buffer, in the order of `names`.
+    ipc_handles: the handles themselves, which JSON cannot hold; part of vLLM's class, never of HTTP.
+
+    Whatever came over the wire is kept as it came: fields may hold anything, and the rules say what is
+    wrong with it. `handles` is what the receiver found in the text, as plain values
+    (`ipc_codec.describe_handles`), or `{"undecodable": reason}`.
+    """
+
+    names: Any = None
+    dtype_names: Any = None
+    shapes: Any = None
+    ipc_handles_pickled: Any = None
+    tensor_sizes: Any = None
+    ipc_handles: Any = None
+    unknown: tuple[str, ...] = ()
+    handles: Any = None
+
+    WIRE = ("names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes", "ipc_handles")
+
+    @classmethod
+    def from_json(cls, info: Mapping[str, Any]) -> UpdateInfo:
+        known = {key: info[key] for key in cls.WIRE if key in info}
+        return cls(**known, unknown=tuple(key for key in info if key not in known))
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.WIRE if getattr(self, key) is not None}
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str, Sequence[int]]]:
+        """(name, torch's dtype name, shape) of each tensor; empty where another rule finds them broken."""
+        if not (_strings(self.names) and _strings(self.dtype_names) and isinstance(self.shapes, list)):
+            return []
+        dtypes = [DTYPE_ALIASES.get(name, name) for name in self.dtype_names]
+        if not len(self.names) == len(dtypes) == len(self.shapes):
+            return []
+        if not all(map(_is_shape, self.shapes)) or not DTYPE_BYTES.keys() >= set(dtypes):
+            return []
+        return list(zip(self.names, dtypes, self.shapes, strict=True))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor by its shape and dtype, one for each of `rows`."""
+        return [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in self.rows]
+
+    @property
+    def undecodable(self) -> str:
+        """Why the text could not be decoded; empty where it could, or was not."""
+        return str(self.handles.get("undecodable", "")) if isinstance(self.handles, dict) else ""
+
+    @cached_property
+    def labelled(self) -> list[tuple[int, str, Mapping[str, Any]]]:
+        """(position, whose handle, handle dict); whose: a tensor's name, or the buffer."""
+        if isinstance(self.handles, dict):
+            return [] if self.undecodable else [(0, "the buffer", self.handles)]
+        names = self.names if _strings(self.names) else []
+        labels = itertools.chain(names, itertools.repeat("a handle too many"))
+        handles = self.handles if isinstance(self.handles, list) else []
+        found = zip(itertools.count(), labels, handles, strict=False)
+        return [(at, label, handle) for at, label, handle in found if isinstance(handle, dict)]
+
+    @cached_property
+    def entries(self) -> list[tuple[int, str, str, Any]]:
+        """(position, whose handle, uuid, what it maps to), for every entry of every handle dict."""
+        return [(at, label, *entry) for at, label, handle in self.labelled for entry in handle.items()]
+
+    @cached_property
+    def args(self) -> list[tuple[int, str, str, Sequence[Any]]]:
+        """Those entries that have fifteen values."""
+        return [entry for entry in self.entries if _is_list(entry[3]) and len(entry[3]) == ARGS]
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_shape(value: Any) -> bool:
+    # torch itself goes no further than 64 dimensions; more would only cost time here.
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int for size in value)
+
+
+def _plain_uuid(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+def required(body: Any, key: str, kind: type | tuple[type, ...]) -> Any:
+    """`body[key]`, or BadRequest where the body is no object or has no such key of that type."""
+    value = body.get(key) if isinstance(body, dict) else None
+    if not isinstance(value, kind):
+        raise BadRequest(f"the body has no {key} of the right type, but {reprlib.repr(value)}", f"body.{key}")
+    return value
+
+
+def read_envelope(call: str, body: Any) -> Any:
+    """What a call's JSON body carries: init_info, update_info, weight_version, or None.
+
+    `body` is the parsed JSON, None where there was no body. Raises BadRequest: the session is not asked.
+    """
+    if call == "init_weight_transfer_engine":
+        return required(body, "init_info", dict)
+    if call == "finish_weight_update":
+        given = isinstance(body, dict) and body.get("weight_version") is not None
+        return required(body, "weight_version", str) if given else None
+    if call != "update_weights":
+        return None
+    update_info = required(body, "update_info", (dict, list))
+    if isinstance(update_info, list) and not all(isinstance(entry, dict) for entry in update_info):
+        raise BadRequest("an entry of the update_info list is no object", "body.update_info")
+    return update_info
+
+
+def worker_entries(update_info: Mapping[str, Any] | Sequence[Any], workers: int) -> list[UpdateInfo]:
+    """The update of each worker: the one for all, or its own of a rank-local list.
+
+    The entry of a worker is at data_parallel_index * world_size + rank (ipc.md, "Rank-Local Updates").
+    Longer lists pass, as in vLLM. Raises Refused where the list is too short.
+    """
+    if isinstance(update_info, Mapping):
+        return [UpdateInfo.from_json(update_info)] * workers
+    if len(update_info) < workers:
+        raise Refused(RULES["rank-local.counted"], f"{len(update_info)} entries for {workers} workers")
+    return [UpdateInfo.from_json(entry) for entry in update_info[:workers]]
+
+
+# --- Sequence ---------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    IDLE = "idle"
+    UPDATING = "updating"
+
+
+class Move(NamedTuple):
+    """Where a call that was let in leads."""
+
+    done: State  # after it succeeded
+    failed: State  # after it failed
+
+
+class Refuse(NamedTuple):
+    """The call is not let in; nothing changes."""
+
+    rule_id: str
+
+
+IDLE, UPDATING = State
+NO_DRAFT = Refuse("draft.none")
+
+# gpu_worker.py:1533-1646: a failed update closes the session, a failed finish leaves it open, init is
+# never refused and never required, and packed stays as the last init left it.
+SEQUENCE: dict[tuple[State, str], Move | Refuse] = {
+    (IDLE, "init_weight_transfer_engine"): Move(IDLE, IDLE),
+    (IDLE, "start_weight_update"): Move(UPDATING, IDLE),
+    (IDLE, "update_weights"): Refuse("update.after-start"),
+    (IDLE, "finish_weight_update"): Refuse("finish.after-start"),
+    (IDLE, "shutdown_weight_transfer_engine"): Move(IDLE, IDLE),
+    (IDLE, "start_draft_weight_update"): NO_DRAFT,
+    (UPDATING, "init_weight_transfer_engine"): Move(UPDATING, UPDATING),
+    (UPDATING, "start_weight_update"): Refuse("start.one-at-a-time"),
+    (UPDATING, "update_weights"): Move(UPDATING, IDLE),
+    (UPDATING, "finish_weight_update"): Move(IDLE, UPDATING),
+    (UPDATING, "shutdown_weight_transfer_engine"): Refuse("shutdown.between-updates"),
+    (UPDATING, "start_draft_weight_update"): NO_DRAFT,
+}
+
+
+@dataclass
+class Session:
+    """What one worker knows of the conversation: enough to judge the next message."""
+
+    uuid: str | None = None  # the worker's GPU; None where it is not known
+    state: State = IDLE
+    packed: bool = False
+    initialized: bool = False
+    sent: set[str] = field(default_factory=set)  # names that the open sync has carried
+
+    def forbids(self, call: str) -> Refused | None:
+        """The refusal that SEQUENCE has for this call now, or None."""
+        cell = SEQUENCE[self.state, call]
+        if isinstance(cell, Refuse):
+            return Refused(RULES[cell.rule_id], f"{call} while {self.state.value}")
+        return None
+
+    def broken_rules(self, call: str, message: InitInfo | UpdateInfo | None = None) -> list[Refused]:
+        """Every rule about this call that the message breaks, in the order of RULES."""
+        asked = ((rule, rule.violation(message, self)) for rule in RULES.values() if rule.call == call)
+        return [Refused(rule, seen) for rule, seen in asked if seen]
+
+    def settle(self, call: str, message: InitInfo | UpdateInfo | None, ok: bool) -> None:
+        """Records how a call that was let in ended."""
+        move = SEQUENCE[self.state, call]
+        assert isinstance(move, Move), f"{call} was not let in"
+        self.state = move.done if ok else move.failed
+        if ok and isinstance(message, InitInfo):
+            self.packed, self.initialized = bool(message.packed), True
+        if ok and isinstance(message, UpdateInfo):
+            self.sent.update(message.names)
+        if ok and call == "start_weight_update":
+            self.sent.clear()
+
+
+# --- Rules ------------------------------------------------------------------------------------------
+
+Violation = Callable[[Any, Session], str]
+Break = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sentence of the contract, with its check and its counter-examples.
+
+    id: stable: never renumbered, never reused.
+    call: the call whose message it is about.
+    level: MUST or SHOULD; it grades the sender.
+    text: what holds, as a fact.
+    source: where it is written or was learned.
+    refused_by_vllm: "always", "packed" (only in packed mode) or "never"; a receiver is blamed for
+        accepting only what vLLM would have refused.
+    check: (message, session) -> what was seen that breaks it, empty while it holds. True where it does
+        not apply, and never raises, whatever the message holds. None: SEQUENCE decides.
+    breaks: each makes from a good `init_info` / `update_info` the smallest bad one. There the value of
+        `ipc_handles_pickled` is the handles themselves; whoever sends it encodes what is no text. The
+        good one has two tensors or more, none of them empty.
+    calls: the shortest conversation whose last call can break it, where that is not an update between
+        start and finish; a rule without `breaks` is broken by these very calls.
+    """
+
+    id: str
+    level: str
+    refused_by_vllm: str
+    source: str
+    text: str
+    call: str
+    check: Violation | None = None
+    breaks: tuple[Break, ...] = ()
+    calls: tuple[str, ...] = ()
+    party: str = "trainer"
+
+    @property
+    def mode(self) -> str:
+        """`packed` or `unpacked` where the rule is about one mode only, else `both`."""
+        prefix = self.id.split(".")[0]
+        return prefix if prefix in ("packed", "unpacked") else "both"
+
+    def violation(self, message: InitInfo | UpdateInfo | None, session: Session) -> str:
+        """What was seen that breaks the rule; empty while it holds, or where it does not apply."""
+        if self.check is None or self.mode == ("unpacked" if session.packed else "packed"):
+            return ""
+        return self.check(message, session)
+
+    def holds(self, message: InitInfo | UpdateInfo | None, session: Session) -> bool:
+        return not self.violation(message, session)
+
+
+RULES: dict[str, Rule] = {}
+
+HTTP = 'ipc.md, "Trainer Without vLLM over HTTP"'
+WORKER = "gpu_worker.py:1533-1646"
+
+# Rules about the order of calls, which SEQUENCE decides; `calls` ends with the one that is refused.
+for _id, _text, _source, *_calls in (
+    ("start.one-at-a-time", "one weight update is open at a time",
+     "gpu_worker.py:1569", "start_weight_update", "start_weight_update"),
+    ("update.after-start", "an update lies between start and finish; a failed one ends the session",
+     WORKER, "update_weights"),
+    ("finish.after-start", "finish_weight_update ends an open weight update", WORKER, "finish_weight_update"),
+    ("shutdown.between-updates", "a shutdown comes when no weight update is open",
+     WORKER, "start_weight_update", "shutdown_weight_transfer_engine"),
+    ("draft.none", "start_draft_weight_update is for a server with a draft model",
+     "no draft models here: answered as by a vLLM without one", "start_draft_weight_update"),
+):  # fmt: skip
+    RULES[_id] = Rule(_id, MUST, "always", _source, _text, _calls[-1], calls=tuple(_calls))
+
+
+def rule(id: str, level: str, refused_by_vllm: str, source: str, *calls: str) -> Any:
+    """Decorator: enters the function in RULES; its docstring is the rule's sentence.
+
+    calls: the conversation whose last message it looks at, where that is not an update.
+    """
+
+    def enter(check: Any) -> Any:
+        breaks = getattr(check, "breaks", ())
+        call = calls[-1] if calls else "update_weights"
+        RULES[id] = Rule(id, level, refused_by_vllm, source, check.__doc__, call, check, breaks, calls)
+        return check
+
+    return enter
+
+
+def broken_by(*breaks: Break) -> Any:
+    """Decorator: the counter-examples of the rule below it."""
+
+    def keep(check: Any) -> Any:
+        check.breaks = breaks
+        return check
+
+    return keep
+
+
+# How counter-examples are made: one thing changed, nothing else.
+def _change(key: str, change: Callable[[Any], Any]) -> Break:
+    return lambda good: {**good, key: change(good[key])}
+
+
+def _first(key: str, change: Callable[[Any], Any]) -> Break:
+    return _change(key, lambda items: [change(items[0]), *items[1:]])
+
+
+def _without(key: str) -> Break:
+    return lambda good: {k: v for k, v in good.items() if k != key}
+
+
+def _plus(**more: Any) -> Break:
+    return lambda good: {**good, **more}
+
+
+def _handles(change: Callable[[str, Any], tuple[str, Any]]) -> Break:
+    """A change to every `uuid: args` entry of the handles, in either form."""
+
+    def bad(handles: Any) -> Any:
+        if isinstance(handles, list):
+            return [bad(handle) for handle in handles]
+        return dict(change(uuid, args) for uuid, args in handles.items())
+
+    return _change("ipc_handles_pickled", bad)
+
+
+def _replace(args: Any, changes: Mapping[int, Any]) -> Any:
+    """The arguments with other values at some positions; a list stays a list, a tuple a tuple."""
+    return type(args)(changes.get(at, arg) for at, arg in enumerate(args))
+
+
+def _counts(**lists: Any) -> str:
+    """What was seen, where these are lists of different lengths; else nothing."""
+    if not all(isinstance(items, list) for items in lists.values()):
+        return ""
+    differ = len({len(items) for items in lists.values()}) > 1
+    return ", ".join(f"{len(items)} {key}" for key, items in lists.items()) if differ else ""
+
+
+def _seen(key: str, value: Any) -> str:
+    return f"{key} is {reprlib.repr(value)}"
+
+
+# Every rule's function is called _: its id is its name.
+
+
+@rule("init.fields", MUST, "always", HTTP, "init_weight_transfer_engine")
+@broken_by(_plus(backend="ipc"))
+def _(init: InitInfo, session: Session) -> str:
+    """init_info has no other field than packed"""
+    return ", ".join(map(reprlib.repr, init.unknown))
+
+
+@rule("init.packed-bool", SHOULD, "never", "vLLM takes any value's truth", "init_weight_transfer_engine")
+@broken_by(_change("packed", lambda packed: str(packed).lower()))
+def _(init: InitInfo, session: Session) -> str:
+    """packed is true or false"""
+    return "" if isinstance(init.packed, bool) else _seen("packed", init.packed)
+
+
+@rule(
+    "init.first", SHOULD, "never", "vLLM keeps the mode that the trainer before left", "start_weight_update"
+)
+def _(message: None, session: Session) -> str:
+    """init_weight_transfer_engine comes before the first sync"""
+    return "" if session.initialized else "no init since the server started"
+
+
+@rule("rank-local.counted", MUST, "always", 'ipc.md, "Rank-Local Updates"')
+def _(update: UpdateInfo, session: Session) -> str:
+    """a rank-local list has the entry of a worker at data_parallel_index * world_size + rank"""
+    return ""  # `worker_entries` counts: past it an update has no list
+
+
+@rule("update.fields", MUST, "always", HTTP)
+@broken_by(_without("names"), _without("dtype_names"), _without("shapes"), _plus(packed=True))
+def _(update: UpdateInfo, session: Session) -> str:
+    """names and dtype_names are lists of strings, shapes is a list; there are only ipc.md's fields"""
+    if update.unknown:
+        return f"the field {reprlib.repr(update.unknown[0])}"
+    for key in ("names", "dtype_names"):
+        if not _strings(getattr(update, key)):
+            return _seen(key, getattr(update, key))
+    return "" if isinstance(update.shapes, list) else _seen("shapes", update.shapes)
+
+
+@rule("update.lengths", MUST, "always", HTTP)
+@broken_by(_change("dtype_names", lambda names: names[:-1]), _change("shapes", lambda shapes: shapes[:-1]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """names, dtype_names and shapes have the same length"""
+    return _counts(names=update.names, dtype_names=update.dtype_names, shapes=update.shapes)
+
+
+@rule("names.unique", MUST, "never", "vLLM takes the first of two, and counts a layer twice (vllm #44814)")
+@broken_by(_change("names", lambda names: [names[0], *names[:-1]]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a name is sent once in a sync"""
+    names = update.names if _strings(update.names) else []
+    if len(set(names)) == len(names) and session.sent.isdisjoint(names):
+        return ""
+    counted = Counter(itertools.chain(session.sent, names))
+    return next(f"{reprlib.repr(name)} twice" for name in names if counted[name] > 1)
+
+
+@rule("dtype.real", MUST, "packed", HTTP + "; unpacked, vLLM does not look")
+@broken_by(_first("dtype_names", lambda name: "torch." + name), _first("dtype_names", lambda name: "Tensor"))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a dtype name is a torch dtype's: bfloat16, not torch.bfloat16"""
+    names = update.dtype_names if _strings(update.dtype_names) else []
+    return next((reprlib.repr(n) for n in names if n not in DTYPE_BYTES and n not in DTYPE_ALIASES), "")
+
+
+@rule("shapes.sizes", MUST, "never", HTTP + "; unpacked, vLLM does not look")
+@broken_by(_first("shapes", lambda shape: [-1]), _first("shapes", lambda shape: [*shape, True]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a shape is a list of at most 64 ints, none of them negative"""
+    shapes = update.shapes if isinstance(update.shapes, list) else []
+    return next((reprlib.repr(shape) for shape in shapes if not _is_shape(shape)), "")
+
+
+@rule("handles.one-form", MUST, "always", "ipc_engine.py:79-93")
+@broken_by(_plus(ipc_handles=[]), _without("ipc_handles_pickled"))
+def _(update: UpdateInfo, session: Session) -> str:
+    """exactly one of ipc_handles and ipc_handles_pickled is given"""
+    given = (update.ipc_handles is not None) + (update.ipc_handles_pickled is not None)
+    return ("neither", "", "both")[given]
+
+
+@rule("handles.text", MUST, "always", HTTP + ": ipc_handles is not JSON-serializable")
+@broken_by(lambda good: {**_without("ipc_handles_pickled")(good), "ipc_handles": [{}] * len(good["names"])})
+def _(update: UpdateInfo, session: Session) -> str:
+    """over HTTP the handles travel as the text ipc_handles_pickled"""
+    text = update.ipc_handles_pickled
+    if update.ipc_handles:
+        return "ipc_handles"
+    return "" if text is None or isinstance(text, str) else _seen("ipc_handles_pickled", text)
+
+
+@rule("handles.decodable", MUST, "always", HTTP)
+@broken_by(_plus(ipc_handles_pickled="bm90IGEgcGlja2xl"))
+def _(update: UpdateInfo, session: Session) -> str:
+    """ipc_handles_pickled is base64(pickle.dumps(handles)), and holds nothing but handles"""
+    return update.undecodable
+
+
+@rule("handles.form", MUST, "always", HTTP + "; ipc_engine.py:205")
+@broken_by(_change("ipc_handles_pickled", lambda h: h[0] if isinstance(h, list) else [h]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, the handles are a list of dicts; packed, one dict for the shared buffer"""
+    handles = update.handles
+    if handles is None or update.undecodable:
+        return ""
+    if session.packed or not isinstance(handles, list):
+        fits = session.packed and isinstance(handles, dict)
+        return (
+            "" if fits else f"a {type(handles).__name__} in {'packed' if session.packed else 'unpacked'} mode"
+        )
+    return next((f"a {type(h).__name__} in the list" for h in handles if not isinstance(h, dict)), "")
+
+
+@rule("unpacked.handles-counted", MUST, "always", HTTP)
+@broken_by(_change("ipc_handles_pickled", lambda handles: handles[:-1]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, there is one handle per name"""
+    return _counts(names=update.names, handles=update.handles)
+
+
+@rule("handle.bare-arguments", MUST, "always", HTTP + ": {gpu_uuid: reduce_tensor(t)[1]}")
+@broken_by(
+    _handles(lambda uuid, args: (uuid, ("rebuild_cuda_tensor", args))),
+    _handles(lambda uuid, args: (uuid, args[:-1])),
+)
+def _(update: UpdateInfo, session: Session) -> str:
+    """a uuid maps to the bare fifteen arguments, reduce_tensor(t)[1], without the function"""
+    for _at, label, _uuid, args in update.entries:
+        if not _is_list(args):
+            return f"{label}: a {type(args).__name__}"
+        if len(args) != ARGS:
+            pair = len(args) == 2 and _is_list(args[1])
+            return f"{label}: {'a (function, arguments) pair' if pair else f'{len(args)} values'}"
+    return ""
+
+
+@rule("handle.this-gpu", MUST, "always", "ipc_engine.py:225")
+@broken_by(_handles(lambda uuid, args: ("00000000-0000-4000-8000-00000000dead", args)))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a handle has an entry for every GPU that the server uses"""
+    uuid = session.uuid
+    for _at, label, handle in update.labelled if uuid else ():
+        if uuid not in handle and uuid not in list(map(_plain_uuid, handle)):
+            return f"{label}: {reprlib.repr(list(handle))}, and the worker's GPU is {uuid}"
+    return ""
+
+
+@rule("handle.uuid-plain", MUST, "always", HTTP + ": without the GPU- prefix")
+@broken_by(
+    _handles(lambda uuid, args: ("GPU-" + uuid, args)), _handles(lambda uuid, args: (uuid.upper(), args))
+)
+def _(update: UpdateInfo, session: Session) -> str:
+    """a GPU's uuid is written as torch prints it: lower case, without GPU-"""
+    for _at, label, handle in update.labelled:
+        for uuid in handle if session.uuid not in handle else ():
+            if uuid != _plain_uuid(uuid) and session.uuid in (None, _plain_uuid(uuid)):
+                return f"{label}: {reprlib.repr(uuid)}"
+    return ""
+
+
+@rule("handle.detached", SHOULD, "never", "one that requires grad keeps the mapping alive in a clone")
+@broken_by(_handles(lambda uuid, args: (uuid, _replace(args, {REQUIRES_GRAD: True}))))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a tensor is detached before it is exported"""
+    return next(
+        (f"{label} requires grad" for _, label, _, args in update.args if args[REQUIRES_GRAD] is True), ""
+    )
+
+
+def _share_a_slot(handles: list[Any]) -> list[Any]:
+    first, second, *rest = handles
+    slots = {uuid: {COUNTER: args[COUNTER], SLOT: args[SLOT]} for uuid, args in first.items()}
+    return [first, {uuid: _replace(args, slots[uuid]) for uuid, args in second.items()}, *rest]
+
+
+@rule("unpacked.own-export", SHOULD, "never", "torch: one reduce_tensor pays for one open and release")
+@broken_by(_change("ipc_handles_pickled", _share_a_slot))
+def _(update: UpdateInfo, session: Session) -> str:
+    """no reference-counter slot is in two handles of an update"""
+    slots: set[tuple[str, str, int]] = set()
+    for _at, label, uuid, args in update.args:
+        if isinstance(args[COUNTER], str) and type(args[SLOT]) is int:
+            slot = (uuid, args[COUNTER], args[SLOT])
+            if slot in slots:
+                return f"{label}: the slot of another handle"
+            slots.add(slot)
+    return ""
+
+
+@rule("unpacked.handle-matches", MUST, "never", HTTP + ": full shapes, dtype names; vLLM does not look")
+@broken_by(
+    _first("shapes", lambda shape: [1, *shape]),
+    _first("dtype_names", lambda name: "uint8" if name != "uint8" else "int8"),
+)
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, a handle has the dtype and the shape that dtype_names and shapes say"""
+    said = [(dtype, list(shape)) for _name, dtype, shape in update.rows]
+    for at, label, _uuid, args in update.args:
+        if at < len(said) and isinstance(args[DTYPE], str) and _is_list(args[TENSOR_SIZE]):
+            has = (args[DTYPE].removeprefix("torch."), list(args[TENSOR_SIZE]))
+            if has != said[at]:
+                return "{}: {} {} in the handle, {} {} in the update".format(label, *has, *said[at])
+    return ""
+
+
+@rule("unpacked.no-tensor-sizes", SHOULD, "never", HTTP + ": packed only; vLLM's trainer sends null")
+@broken_by(_plus(tensor_sizes=[1, 1]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, tensor_sizes is absent or null"""
+    return "" if update.tensor_sizes is None else _seen("tensor_sizes", update.tensor_sizes)
+
+
+@rule("packed.tensor-sizes", MUST, "packed", "ipc_engine.py:203")
+@broken_by(_without("tensor_sizes"), _change("tensor_sizes", lambda sizes: list(map(str, sizes))))
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, tensor_sizes is a list of byte counts"""
+    return "" if _is_sizes(update.tensor_sizes) else _seen("tensor_sizes", update.tensor_sizes)
+
+
+@rule("packed.sizes-counted", MUST, "never", HTTP + "; vLLM drops the tensors that have no size")
+@broken_by(_change("tensor_sizes", lambda sizes: sizes[:-1]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, there is one tensor size per name"""
+    return _counts(names=update.names, tensor_sizes=update.tensor_sizes)
+
+
+@rule("packed.size-of-shape", MUST, "packed", HTTP + ": byte size of each tensor")
+@broken_by(_first("tensor_sizes", lambda size: size - 1))
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, a tensor's size is its elements times the bytes of its dtype"""
+    said, sizes = update.tensor_sizes, update.sizes
+    if said == sizes or not _is_sizes(said) or len(said) != len(sizes):
+        return ""
+    at = next(at for at, size in enumerate(sizes) if size != said[at])
+    return f"{update.names[at]}: {said[at]} bytes said, {sizes[at]} by shape and dtype"
+
+
+@rule("packed.buffer-form", MUST, "never", HTTP + ": one uint8 buffer")
+@broken_by(
+    _handles(
+        lambda uuid, args: (uuid, _replace(args, {TENSOR_SIZE: (1, *args[1]), TENSOR_STRIDE: (*args[1], 1)}))
+    )
+)
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, the buffer is one contiguous uint8 tensor with one dimension"""
+    for _at, _label, _uuid, args in update.args if isinstance(update.handles, dict) else ():
+        dtype, size, stride = args[DTYPE], args[TENSOR_SIZE], args[TENSOR_STRIDE]
+        if dtype != "torch.uint8" or not _is_list(size) or len(size) != 1 or stride not in ([1], (1,)):
+            return "dtype {}, size {}, stride {}".format(*map(reprlib.repr, (dtype, size, stride)))
+    return ""
+
+
+def _shrink_buffer(good: dict[str, Any]) -> dict[str, Any]:
+    room = sum(good["tensor_sizes"]) - 1
+    return _handles(
+        lambda uuid, args: (uuid, _replace(args, {TENSOR_SIZE: type(args[TENSOR_SIZE])([room])}))
+    )(good)
+
+
+@rule("packed.within-buffer", MUST, "packed", 'ipc.md, "Packed (Chunked) Transfer"')
+@broken_by(_shrink_buffer)
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, the sizes together are at most the buffer's"""
+    total = sum(update.sizes)
+    for _at, _label, _uuid, args in update.args if isinstance(update.handles, dict) else ():
+        size = args[TENSOR_SIZE]
+        if _is_list(size) and len(size) == 1 and type(size[0]) is int and size[0] < total:
+            return f"{total} bytes of tensors in a buffer of {size[0]}"
+    return ""
+
+
+@rule(
+    "packed.aligned", SHOULD, "packed", "vllm #57665: torch refuses the view; a copy of the slice can be read"
+)
+@broken_by(lambda good: {k: v[::-1] if isinstance(v, list) else v for k, v in good.items()})
+def _(update: UpdateInfo, session: Session) -> str:
+    """in a packed buffer a tensor starts at a multiple of its item size"""
+    starts = itertools.accumulate(update.sizes, initial=0)
+    for (name, dtype, _shape), start in zip(update.rows, starts, strict=False):
+        if start % DTYPE_BYTES[dtype]:
+            return f"{name}: {dtype} at byte {start}"
+    return ""
+
+
+# --- Planning and merging ---------------------------------------------------------------------------
+
+
+def plan_chunks(sizes: Mapping[str, int], capacity: int) -> list[list[str]]:
+    """The names of each packed chunk, in order; `sizes` maps a name to its bytes.
+
+    A chunk is closed before the tensor that would overflow it (ipc.md, "Trainer Without vLLM over
+    HTTP"); one that fills it exactly fits. Raises ValueError, naming the tensor, where one is larger
+    than the whole buffer.
+    """
+    chunks: list[list[str]] = []
+    room = -1
+    for name, size in sizes.items():
+        if size > capacity:
+            raise ValueError(
+                f"{name} has {size:,} bytes, the packed buffer {capacity:,}: make the buffer larger"
+            )
+        if size > room:
+            chunks.append([])
+            room = capacity
+        chunks[-1].append(name)
+        room -= size
+    return chunks
+
+
+def merge_handles(per_rank: Sequence[Any]) -> Any:
+    """One set of handles out of every rank's: by index `{uuid: args}` dicts, packed one such dict.
+
+    Raises ValueError where ranks have different numbers of handles, or two ranks the same GPU.
+    """
+    if all(isinstance(handles, Mapping) for handles in per_rank):
+        merged: dict[str, Any] = {}
+        for rank, handle in enumerate(per_rank):
+            if twice := merged.keys() & handle.keys():
+                raise ValueError(f"rank {rank} exports for GPU {twice.pop()}, and so does a rank before it")
+            merged |= handle
+        return merged
+    counts = [len(handles) for handles in per_rank]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the ranks have different numbers of handles: {counts}")
+    return [merge_handles(handles) for handles in zip(*per_rank, strict=True)]
+
+
+# --- For people -------------------------------------------------------------------------------------
+
+
+def rules_as_markdown() -> str:
+    """RULES as the table that the README prints."""
+    return _table(
+        ("rule", "level", "what holds", "vLLM refuses", "source"),
+        ((f"`{r.id}`", r.level, r.text, r.refused_by_vllm, r.source) for r in RULES.values()),
+    )
+
+
+def sequence_as_markdown() -> str:
+    """SEQUENCE as the table that the README prints."""
+
+    def cell(state: State, call: str) -> str:
+        found = SEQUENCE[state, call]
+        if isinstance(found, Refuse):
+            return f"refused: `{found.rule_id}`"
+        return f"{found.done.value}; failed: {found.failed.value}"
+
+    return _table(
+        ("call", *(f"while {state.value}" for state in State)),
+        ((f"`{call}`", *(cell(state, call) for state in State)) for call in CALLS),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines: Iterator[Sequence[str]] = itertools.chain([head, ["---"] * len(head)], rows)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    print(rules_as_markdown())
+
+
+if __name__ == "__main__":
+    main()
