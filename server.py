@@ -1,0 +1,827 @@
+"""The inference side of a weight sync: a stub that holds weights, and answers as vLLM 0.33.0 does.
+
+It reads the trainer's memory through the handles that come over HTTP, so that an `update_weights` that
+is answered with 200 has been read, on every device. Read one sync from the bottom up: `App.answer` takes
+the request (station 7), `WeightTransferEngine.update_weights` judges it and reads the bytes (8 to 11).
+
+    VLLM_ALLOW_INSECURE_SERIALIZATION=1 python server.py
+
+Without a GPU the same is played through shared memory (see `ipc_codec`). Without --model the server
+takes any names; a name that it holds keeps its shape and dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import ipc_codec
+import protocol
+from protocol import BadRequest, InitInfo, UpdateInfo, required
+
+GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"  # vLLM's name for "yes, decode what the trainer pickled"
+PAUSE_MODES = ("abort", "wait", "keep")
+IDLE_SECONDS = 5  # a kept-alive connection without a request is closed after this, as vLLM does
+BODY_SECONDS = 60  # a body that pauses for longer than this is given up
+MAX_BODY_BYTES = 1 << 30
+QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
+DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+log = logging.getLogger("weight-sync")
+
+
+# --- The engine: weights on devices ------------------------------------------------------------------
+
+
+class Worker:
+    """One --device entry: its own copy of the weights, and its mapping of the trainer's packed buffer."""
+
+    def __init__(self, device: torch.device, model: Callable[[], torch.nn.Module] | None = None):
+        self.device = device
+        self.session = protocol.Session(uuid=ipc_codec.gpu_uuid(device))
+        self.buffer = ipc_codec.PackedBufferImporter(device)
+        self.weights: dict[str, Tensor] = {}
+        self.takes_any_name = model is None
+        self.model = None if model is None else self.make_model(model)
+        if self.model is not None:
+            self.weights = dict(self.model.state_dict())
+
+    def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        return model().requires_grad_(False).eval().to(self.place)
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors are made: torch knows one CPU only, whatever its number here."""
+        return torch.device("cpu") if self.device.type == "cpu" else self.device
+
+    def check(self, update: UpdateInfo, handles: Any) -> None:
+        """Everything that can be said before a device is touched. Raises ValueError."""
+        for name, dtype, shape in update.rows:
+            self._check_fit(name, dtype, list(shape))
+        for handle in [handles] if self.session.packed else handles:
+            ipc_codec.check_args(handle[self.session.uuid], self.device)
+
+    def _check_fit(self, name: str, dtype: str, shape: list[int]) -> None:
+        held = self.weights.get(name)
+        if held is None and not self.takes_any_name:
+            bare = name
+            while wrapper := next((w for w in WRAPPERS if bare.startswith(w)), ""):
+                bare = bare.removeprefix(wrapper)
+            hint = f"; it has {bare!r}: send names without wrapper prefixes" if bare in self.weights else ""
+            raise ValueError(f"the model has no parameter {name!r}{hint}")
+        if held is not None and (dtype, shape) != (ipc_codec.dtype_name(held.dtype), list(held.shape)):
+            holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
+            raise ValueError(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
+
+    def open(self, update: UpdateInfo, handles: Any) -> list[Tensor]:
+        """Station 9: the trainer's tensors, in the order of `names`. They are its memory, not a copy."""
+        with _on(self.device):
+            if self.session.packed:
+                dtypes = [ipc_codec.parse_dtype(dtype) for _name, dtype, _shape in update.rows]
+                shapes = [shape for _name, _dtype, shape in update.rows]
+                return ipc_codec.unpack(self.buffer.open(handles), dtypes, shapes, update.sizes)
+            # An export that is named twice is opened once: it pays for one release.
+            opened: dict[Any, Tensor] = {}
+            for handle in handles:
+                args = ipc_codec.check_args(handle[self.session.uuid], self.device)
+                if args not in opened:
+                    opened[args] = ipc_codec.import_handle(handle, self.device)
+            return [opened[ipc_codec.check_args(h[self.session.uuid], self.device)] for h in handles]
+
+    def make_room(self, update: UpdateInfo) -> dict[str, Tensor]:
+        """Memory for the names that are new here; nothing is held under them yet."""
+        return {
+            name: torch.empty(shape, dtype=ipc_codec.parse_dtype(dtype), device=self.place)
+            for name, dtype, shape in update.rows
+            if name not in self.weights
+        }
+
+    def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        """Station 10: a real copy into what the server holds, queued on this thread's stream."""
+        with _on(self.device), torch.no_grad():
+            for name, weight in zip(names, weights, strict=True):
+                self.weights[name].copy_(weight)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """The model's output for ids [batch, length]: [batch, length, vocabulary]."""
+        with _on(self.device), torch.no_grad():
+            assert self.model is not None, "`unservable` comes first"
+            weights = dict(self.weights)
+            return torch.func.functional_call(self.model, weights, (ids.to(self.place),), tie_weights=False)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class WeightTransferEngine:
+    """The five calls, over all workers. Not thread-safe: `App` lets one call in at a time.
+
+    A call that raises has changed no weight, unless a device failed in mid-copy. After a failed update
+    the session is over; what earlier chunks of it brought stays, and `mixed` says so.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        model: Callable[[], torch.nn.Module] | None = None,
+        strict: bool = False,
+        model_name: str = DEFAULT_MODEL,
+    ):
+        self.model_name = model_name
+        self.workers = [Worker(device, model) for device in devices]
+        self.strict = strict
+        self.weight_version = "default"
+        self.writes = 0  # how often weights were written
+        self.applied: set[str] = set()  # names written by the open session
+        self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the weights are of no single version: from a first chunk until a good finish."""
+        return bool(self.applied or self.torn)
+
+    def unservable(self) -> str:
+        """Why no completion can be made of these weights; empty where one can."""
+        if self.mixed:
+            return "the weights are a mix: a sync is open, or failed; a full sync repairs them"
+        worker = self.workers[0]
+        if worker.model is None:
+            worker.model = worker.make_model(load_callable(DEFAULT_MODEL))
+        wanted = worker.model.state_dict()
+        if odd := sorted(wanted.keys() ^ worker.weights.keys()):
+            side = "misses" if odd[0] in wanted else "has besides"
+            return (
+                f"the weights are not {self.model_name}'s: the table {side} {odd[0]} and {len(odd) - 1} more"
+            )
+        unfit = [name for name in wanted if wanted[name].shape != worker.weights[name].shape]
+        return f"{unfit[0]} has another shape than the model's" if unfit else ""
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> str:
+        info = InitInfo.from_json(init_info)
+        call = "init_weight_transfer_engine"
+        with self._session(call, [info] * len(self.workers)):
+            self._judge(call, [info] * len(self.workers))
+        return f"packed {bool(info.packed)}"
+
+    def start_weight_update(self) -> str:
+        messages = [None] * len(self.workers)
+        with self._session("start_weight_update", messages):
+            self._judge("start_weight_update", messages)
+        return ""
+
+    def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any]) -> str:
+        """One chunk. Returns when every device has read it; raises with no weight changed."""
+        updates: list[UpdateInfo] = []
+        with self._session("update_weights", updates):
+            updates += protocol.worker_entries(update_info, len(self.workers))
+            handles = self._decode(updates)
+            self._judge("update_weights", updates)
+            for worker, update, found in zip(self.workers, updates, handles, strict=True):
+                worker.check(update, found)
+            self._load(updates, handles)
+        count = len(updates[0].rows)
+        return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}"
+
+    def _decode(self, updates: list[UpdateInfo]) -> list[Any]:
+        """Station 8: every worker's handles as inert values; `updates` get their description."""
+        decoded: dict[str, tuple[Any, Any]] = {}
+        found: list[Any] = []
+        for at, update in enumerate(updates):
+            text = update.ipc_handles_pickled
+            if not isinstance(text, str):
+                found.append(None)  # a rule says what is wrong with it
+                continue
+            if os.environ.get(GATE) != "1":
+                raise ValueError(
+                    f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1"
+                )
+            if text not in decoded:
+                decoded[text] = self._describe(text)
+            handles, described = decoded[text]
+            updates[at] = replace(update, handles=described)
+            found.append(handles)
+        return found
+
+    @staticmethod
+    def _describe(text: str) -> tuple[Any, Any]:
+        try:
+            handles = ipc_codec.decode_handles(text)
+        except ipc_codec.HandleError as exc:
+            return None, {"undecodable": str(exc)}
+        return handles, ipc_codec.describe_handles(handles)
+
+    def _load(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> None:
+        """All workers open before any of them copies, so that a refusal comes before the first write."""
+        try:
+            opened = [w.open(u, h) for w, u, h in zip(self.workers, updates, handles, strict=True)]
+            rooms = [worker.make_room(update) for worker, update in zip(self.workers, updates, strict=True)]
+        except (RuntimeError, MemoryError) as exc:
+            raise ValueError(f"the device could not take the update: {exc}") from exc
+        for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
+            worker.weights |= room
+            self.applied.update(update.names)
+            self.writes += 1
+            worker.copy(update.names, weights)
+        for worker in self.workers:
+            worker.synchronize()  # station 11: the bytes have been read, on every device
+
+    def finish_weight_update(self, weight_version: str | None = None) -> str:
+        """Ends the session: mappings are released, and the version is set if one is given."""
+        with self._session("finish_weight_update", [None] * len(self.workers)):
+            self._release()
+            self.torn -= self.applied
+            self.applied = set()
+            if weight_version is not None:
+                self.weight_version = weight_version
+        return ""
+
+    def shutdown_weight_transfer_engine(self) -> str:
+        with self._session("shutdown_weight_transfer_engine", [None] * len(self.workers)):
+            self._release()
+        return ""
+
+    def start_draft_weight_update(self) -> str:
+        """There is no draft model here; SEQUENCE refuses it in every state."""
+        with self._session("start_draft_weight_update", []):
+            raise AssertionError("SEQUENCE let a draft update in")
+
+    @contextlib.contextmanager
+    def _session(self, call: str, messages: Sequence[Any]) -> Iterator[None]:
+        """Lets a call in or refuses it, and records how it ended on every worker."""
+        if refusal := self.workers[0].session.forbids(call):
+            raise refusal
+        try:
+            yield
+        except BaseException:
+            self._settle(call, [None] * len(self.workers), ok=False)
+            if call == "update_weights":
+                self.torn |= self.applied
+                self.applied = set()
+                self._release()
+            raise
+        self._settle(call, messages, ok=True)
+
+    def _settle(self, call: str, messages: Sequence[Any], ok: bool) -> None:
+        for worker, message in zip(self.workers, messages, strict=True):
+            worker.session.settle(call, message, ok)
+
+    def _judge(self, call: str, messages: Sequence[Any]) -> None:
+        """Raises the first broken rule: MUST always, SHOULD where the server is strict."""
+        for worker, message in zip(self.workers, messages, strict=True):
+            for refusal in worker.session.broken_rules(call, message):
+                if self.strict or refusal.rule.level == protocol.MUST:
+                    raise refusal
+
+    def _release(self) -> None:
+        for worker in self.workers:
+            worker.buffer.release()
+
+
+# --- The application: routes, statuses, shapes --------------------------------------------------------
+
+
+class Reply(NamedTuple):
+    status: int
+    body: Any = None  # None: an empty body
+    headers: Mapping[str, str] = {}
+
+
+class Unavailable(Exception):
+    """HTTP 503: nothing is wrong with the request, and it cannot be served now."""
+
+
+class App:
+    """Every route of `http-behaviour`, without a socket. One lock: calls that touch weights take turns."""
+
+    def __init__(self, engine: WeightTransferEngine, data_parallel_size: int = 1):
+        self.engine = engine
+        self.data_parallel_size = data_parallel_size
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # of `paused` or `running`
+        self.paused: str | None = None  # the mode, while paused
+        self.running = 0  # completions
+
+    def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """Station 7. The envelope is judged first (400), then the session and the content (500)."""
+        url = urllib.parse.urlsplit(target)
+        wanted, handler = ROUTES.get(url.path, ("", None))
+        if handler is None:
+            return Reply(404, {"detail": "Not Found"})
+        if method != wanted:
+            return Reply(405, {"detail": "Method Not Allowed"}, {"allow": wanted})
+        began = time.monotonic()
+        request = Request(headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query)))
+        try:
+            with contextlib.nullcontext() if handler in UNLOCKED else self.lock:
+                reply = handler(self, url.path.strip("/"), request)
+        except UnicodeDecodeError:
+            return Reply(400, {"detail": "There was an error parsing the body"})
+        except Unavailable as exc:
+            return _error(503, "ServiceUnavailableError", str(exc), None)
+        except BadRequest as exc:
+            kind = "Bad Request" if exc.param else "BadRequestError"
+            log.warning("%s refused, 400: %s", url.path, exc)
+            return _error(400, kind, str(exc), exc.param)
+        except Exception as exc:
+            # An unexpected error is ours: it gets its traceback, in the log only.
+            expected = isinstance(exc, (ValueError, MemoryError))
+            log.error("%s refused, 500: %s", url.path, exc, exc_info=not expected)
+            return _error(500, "InternalServerError", str(exc) or type(exc).__name__, None)
+        if handler is App.sync_call:
+            said = f"{request.said}, " * bool(request.said)
+            log.info(
+                "%s: %s%.1f ms, version %s",
+                url.path.strip("/"),
+                said,
+                1e3 * (time.monotonic() - began),
+                self.engine.weight_version,
+            )
+        return reply
+
+    # Handlers: (call, request) -> Reply
+
+    def sync_call(self, call: str, request: Request) -> Reply:
+        reads_body = call in ("init_weight_transfer_engine", "update_weights", "finish_weight_update")
+        given = protocol.read_envelope(call, request.json(required=False) if reads_body else None)
+        request.said = getattr(self.engine, call)(*([given] if reads_body else []))
+        return Reply(200, {"message": protocol.SAID[call]})
+
+    def pause(self, call: str, request: Request) -> Reply:
+        mode = request.query.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode is one of {', '.join(PAUSE_MODES)}, not {mode!r}", "query.mode")
+        self.paused = mode
+        self.changed.notify_all()
+        if mode != "keep":  # answered when no completion runs: aborted, or at its end
+            self.changed.wait_for(lambda: not self.running or self.paused != mode, QUEUE_SECONDS)
+        return Reply(200, {"status": "paused"})
+
+    def resume(self, call: str, request: Request) -> Reply:
+        self.paused = None
+        self.changed.notify_all()
+        return Reply(200, {"status": "resumed"})
+
+    def is_paused(self, call: str, request: Request) -> Reply:
+        return Reply(200, {"is_paused": self.paused is not None})
+
+    def get_world_size(self, call: str, request: Request) -> Reply:
+        words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False}
+        include_dp = words.get(given := request.query.get("include_dp", "true").lower())
+        if include_dp is None:
+            raise BadRequest(f"include_dp is true or false, not {given!r}", "query.include_dp")
+        workers = len(self.engine.workers)
+        return Reply(200, {"world_size": workers if include_dp else workers // self.data_parallel_size})
+
+    def update_weight_version(self, call: str, request: Request) -> Reply:
+        self.engine.weight_version = required(request.json(), "new_version", str)
+        return Reply(200, {"success": True, "new_version": self.engine.weight_version})
+
+    def weight_info(self, call: str, request: Request) -> Reply:
+        return Reply(200, {"weight_version": self.engine.weight_version})
+
+    def weight_checker(self, call: str, request: Request) -> Reply:
+        body = request.json()
+        action = required(body, "action", str)
+        if action == "checksum":
+            return Reply(200, {"checksums": self._checksums()})
+        if action == "compare":
+            baseline = required(body, "baseline", dict)
+            now = self._checksums()
+            differ = {key for key in baseline.keys() | now.keys() if baseline.get(key) != now.get(key)}
+            return Reply(200, {"match": not differ, "mismatches": sorted(differ)})
+        if action == "reset":
+            for worker in self.engine.workers:
+                for weight in worker.weights.values():
+                    weight.view(-1).view(torch.uint8).zero_()
+            return Reply(200, {"status": "reset"})
+        raise BadRequest(f"action is checksum, compare or reset, not {action!r}", "body.action")
+
+    def completions(self, call: str, request: Request) -> Reply:
+        asked = Asked.from_json(request.json(), self.engine.model_name)
+        with self.changed:
+            self._await_turn()
+            if why := self.engine.unservable():
+                raise Unavailable(why)
+            if context := getattr(self.engine.workers[0].model, "context", None):
+                asked.check_length(context)
+            self.running += 1
+        try:
+            rows, finish_reason = self._generate(asked)
+            with self.lock:
+                version = self.engine.weight_version
+        finally:
+            with self.changed:
+                self.running -= 1
+                self.changed.notify_all()
+        return Reply(200, asked.reply(rows, finish_reason, version))
+
+    def _generate(self, asked: Asked) -> tuple[list[Row], str]:
+        """Token after token; the lock is free between two, so that a pause or a sync can come in."""
+        rows = [Row(list(prompt)) for prompt in asked.prompts for _ in range(asked.n)]
+        generator = torch.Generator()
+        generator.manual_seed(asked.seed) if asked.seed is not None else generator.seed()
+        writes = self.engine.writes
+        for _ in range(asked.max_tokens):
+            with self.changed:
+                if self.paused == "keep":
+                    self._await_turn()
+                    writes = self.engine.writes  # goes on with the weights of now, as vLLM does
+                if self.paused == "abort":
+                    return rows, "abort"
+                if self.engine.writes != writes:
+                    raise Unavailable("the weights changed under the completion; pause before a sync")
+                logits = _next_logits(self.engine.workers[0], rows).float().cpu()
+            for row, token, logprob in zip(rows, *_sample(logits, asked.temperature, generator), strict=True):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+        return rows, "length"
+
+    def _await_turn(self) -> None:
+        """Lets a completion go on, queues it (paused with keep), or refuses it (abort, wait)."""
+        self.changed.wait_for(lambda: self.paused != "keep", QUEUE_SECONDS)
+        if self.paused is not None:
+            raise Unavailable(f"paused ({self.paused}); POST /resume ends it")
+
+    def models(self, call: str, request: Request) -> Reply:
+        model = {"id": self.engine.model_name, "object": "model", "created": 0, "owned_by": "weight-sync"}
+        return Reply(200, {"object": "list", "data": [model]})
+
+    def health(self, call: str, request: Request) -> Reply:
+        return Reply(200)
+
+    def version(self, call: str, request: Request) -> Reply:
+        return Reply(200, {"version": protocol.VLLM})
+
+    def _checksums(self) -> dict[str, str]:
+        """sha256 of every parameter's bytes, on every worker."""
+        ranks = len(self.engine.workers) // self.data_parallel_size
+        named = {
+            f"dp{at // ranks}:pp0:pcp0:tp{at % ranks}:{name}": weight
+            for at, worker in enumerate(self.engine.workers)
+            for name, weight in worker.weights.items()
+        }
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(named, pool.map(ipc_codec.checksum, named.values()), strict=True))
+
+
+Handler = Callable[[App, str, "Request"], Reply]
+ROUTES: dict[str, tuple[str, Handler]] = {
+    **{f"/{call}": ("POST", App.sync_call) for call in protocol.CALLS},
+    "/pause": ("POST", App.pause),
+    "/resume": ("POST", App.resume),
+    "/is_paused": ("GET", App.is_paused),
+    "/get_world_size": ("GET", App.get_world_size),
+    "/update_weight_version": ("POST", App.update_weight_version),
+    "/weight_info": ("GET", App.weight_info),
+    "/weight_checker": ("POST", App.weight_checker),
+    "/v1/completions": ("POST", App.completions),
+    "/v1/models": ("GET", App.models),
+    "/health": ("GET", App.health),
+    "/version": ("GET", App.version),
+}
+# Answered while an update runs; a completion takes the lock for a token at a time.
+UNLOCKED = (App.health, App.version, App.get_world_size, App.models, App.completions)
+
+
+@dataclass
+class Row:
+    """One sequence in the making: token ids, and the log-probability of each sampled one."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An OpenAI completion request, as far as a byte-level stub can serve it."""
+
+    prompts: list[list[int]]
+    model: str
+    max_tokens: int = 16
+    temperature: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+    # What OpenAI's clients may send, and the only value of it that is served here.
+    NEUTRAL = {"stream": False, "stop": None, "top_p": 1, "echo": False, "suffix": None, "best_of": None}
+
+    @classmethod
+    def from_json(cls, body: Any, model: str) -> Asked:
+        """Raises BadRequest, naming the field."""
+        if not isinstance(body, dict):
+            raise BadRequest("the body is no object", "body")
+        for key, neutral in cls.NEUTRAL.items():
+            if body.get(key, neutral) not in (neutral, None):
+                raise BadRequest(f"{key} {body[key]!r} is not supported by this stub", f"body.{key}")
+        if body.get("model", model) != model:
+            raise BadRequest(f"the model {body['model']!r} does not exist; {model!r} does", "body.model")
+        prompt = body.get("prompt")
+        many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+        return cls(
+            [_token_ids(one) for one in (prompt if many else [prompt])],  # type: ignore[union-attr]
+            model,
+            _within(body, "max_tokens", int, 1, 1 << 20, 16),
+            _within(body, "temperature", (int, float), 0, 100, 1.0),
+            _within(body, "seed", int, -(1 << 63), (1 << 63) - 1, None),
+            _within(body, "n", int, 1, 4096, 1),
+            _within(body, "logprobs", int, 0, 20, None),
+        )
+
+    def check_length(self, context: int) -> None:
+        longest = max(map(len, self.prompts)) + self.max_tokens
+        if longest > context:
+            raise BadRequest(
+                f"prompt and max_tokens are {longest} tokens, the context {context}", "body.prompt"
+            )
+
+    def reply(self, rows: list[Row], finish_reason: str, version: str) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "text": _text(row.tokens),
+                "token_ids": row.tokens,
+                "finish_reason": finish_reason,
+                "logprobs": None if self.logprobs is None else row_logprobs(row),
+            }
+            for index, row in enumerate(rows)
+        ]
+        told, made = sum(map(len, self.prompts)), sum(len(row.tokens) for row in rows)
+        return {
+            "id": f"cmpl-{time.time_ns():x}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "weight_version": version,
+            "choices": choices,
+            "usage": {"prompt_tokens": told, "completion_tokens": made, "total_tokens": told + made},
+        }
+
+
+def row_logprobs(row: Row) -> dict[str, Any]:
+    """OpenAI's shape; `top_logprobs` stays null. Log-probabilities are of the unscaled distribution."""
+    return {
+        "tokens": [_text([token]) for token in row.tokens],
+        "token_logprobs": row.logprobs,
+        "top_logprobs": None,
+        "text_offset": list(range(len(row.tokens))),
+    }
+
+
+def _text(tokens: list[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    tokens: Any = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < 256 for t in tokens):
+        raise BadRequest("a prompt is text or token ids (bytes, 0 to 255), and not empty", "body.prompt")
+    return tokens
+
+
+def _within(body: Mapping[str, Any], key: str, kind: Any, least: float, most: float, default: Any) -> Any:
+    value = body.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:
+        raise BadRequest(f"{key} is a number from {least} to {most}, not {value!r}", f"body.{key}")
+    return value
+
+
+def _next_logits(worker: Worker, rows: list[Row]) -> Tensor:
+    """Logits [rows, vocabulary] of each row's next token. Rows are padded behind: attention is causal."""
+    lengths = torch.tensor([len(row.prompt) + len(row.tokens) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, : lengths[at]] = torch.tensor(row.prompt + row.tokens)
+    logits = worker.logits(ids)
+    return logits[torch.arange(len(rows)), lengths.to(logits.device) - 1]
+
+
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[list[int], list[float]]:
+    """A token for each row, and its log-probability without the temperature."""
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    return tokens.tolist(), logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+
+
+class Request:
+    """What a handler may look at."""
+
+    def __init__(self, content_type: str, body: bytes, query: Mapping[str, str]):
+        self.content_type = content_type
+        self.body = body
+        self.query = query
+        self.said = ""  # for the log line
+
+    def json(self, required: bool = True) -> Any:
+        """The body's JSON; None where there is no body. Raises BadRequest, or UnicodeDecodeError."""
+        if not self.body:
+            return None
+        if not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", self.content_type.strip().lower()):
+            raise BadRequest(f"the content type is {self.content_type or 'missing'!r}, not JSON's", "body")
+        text = self.body.decode("utf-8-sig")
+        try:
+            parsed = json.loads(text, parse_int=_int64 if re.search(r"\d{19}", text) else None)
+            if "\\u" in text:
+                json.dumps(parsed, ensure_ascii=False).encode()  # finds lone surrogates
+        except UnicodeEncodeError:
+            raise BadRequest("a string has a lone surrogate") from None
+        except RecursionError:
+            raise BadRequest("the JSON is nested too deeply", "body") from None
+        except json.JSONDecodeError as exc:
+            raise BadRequest(f"the body is not JSON: {exc}", "body") from None
+        return parsed
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 64:
+        raise BadRequest(f"the integer {digits[:24]} does not fit 64 bits")
+    return int(digits)
+
+
+def _error(status: int, kind: str, message: str, param: str | None) -> Reply:
+    return Reply(status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+# --- The socket --------------------------------------------------------------------------------------
+
+
+class Connection(http.server.BaseHTTPRequestHandler):
+    """HTTP/1.1 with keep-alive: reads a request, hands it to `App.answer`, writes the reply at once."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True
+    wbufsize = -1  # buffered: one write a reply
+    app: App
+
+    def serve(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = self._read_body()
+        if isinstance(body, Reply):
+            self._write(body, close=True)
+            return
+        reply = self.app.answer(self.command, self.path, headers, body)
+        self._write(reply, close=reply.status >= 500)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_HEAD = serve
+
+    def _read_body(self) -> bytes | Reply:
+        """The whole body, or the refusal of one that cannot be read."""
+        length = self.headers.get("content-length", "0")
+        if "transfer-encoding" in self.headers:
+            return _error(411, "Length Required", "send a content-length, not a chunked body", None)
+        if not re.fullmatch(r"\d{1,18}", length):
+            return _error(400, "Bad Request", f"content-length is {length[:40]!r}", None)
+        if int(length) > MAX_BODY_BYTES:
+            message = f"the body has {int(length):,} bytes, the server reads {MAX_BODY_BYTES:,}"
+            return _error(413, "Content Too Large", message, None)
+        self.connection.settimeout(BODY_SECONDS)
+        body = self.rfile.read(int(length))
+        self.connection.settimeout(IDLE_SECONDS)
+        if len(body) < int(length):
+            raise ConnectionAbortedError("the client hung up in mid-body")
+        return body
+
+    def _write(self, reply: Reply, close: bool) -> None:
+        content = b"" if reply.body is None else json.dumps(reply.body, separators=(",", ":")).encode()
+        self.send_response(reply.status)
+        for header, value in reply.headers.items():
+            self.send_header(header, value)
+        if content:
+            self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        if close:
+            self.send_header("connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        self.wfile.flush()
+
+    def handle_expect_100(self) -> bool:
+        super().handle_expect_100()
+        self.wfile.flush()  # the client waits for it before it sends the body
+        return True
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """`App.answer` logs, a line a call."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+# --- The command line --------------------------------------------------------------------------------
+
+
+def parse_devices(text: str) -> list[torch.device]:
+    """`auto`, `cpu`, `cuda`, or a list with one worker an entry: `cuda:0,cuda:1`. Raises ValueError."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = []
+    for entry in text.split(","):
+        if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", entry):
+            raise ValueError(
+                f"--device has {entry!r}; auto, cpu, cuda, or a list such as cuda:0,cuda:1 is meant"
+            )
+        device = torch.device(entry)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device has {entry}, and torch sees {torch.cuda.device_count()} CUDA devices")
+        devices.append(device if device.index is not None else torch.device(device.type, 0))
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"--device names a device twice: {text}")
+    return devices
+
+
+def load_callable(path: str) -> Callable[[], torch.nn.Module]:
+    """`MODULE:CALLABLE` as the callable. Raises ValueError."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {exc}") from exc
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, help="the port; 0 takes a free one (default %(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, or one worker an entry: cuda:0,cuda:1")
+    add("--data-parallel-size", type=int, default=1, metavar="N", help="divides the workers (default 1)")
+    add("--model", metavar="MODULE:CALLABLE", help="makes the model whose parameters are the weights")
+    add("--strict", action="store_true", help="refuse what breaks a SHOULD as well")
+    return parser
+
+
+def make_server(options: argparse.Namespace) -> Server:
+    """The listening server. Raises ValueError for options that cannot be, OSError for the address."""
+    devices = parse_devices(options.device)
+    if options.data_parallel_size < 1 or len(devices) % options.data_parallel_size:
+        raise ValueError(
+            f"--data-parallel-size {options.data_parallel_size} does not divide {len(devices)} workers"
+        )
+    model = load_callable(options.model) if options.model else None
+    engine = WeightTransferEngine(devices, model, options.strict, options.model or DEFAULT_MODEL)
+    app = App(engine, options.data_parallel_size)
+    return Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
+
+
+def main() -> str | None:
+    options = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
+    try:
+        server = make_server(options)
+    except ValueError as exc:
+        return f"server.py: {exc}"
+    except OSError as exc:
+        return f"server.py: cannot listen on {options.host}:{options.port}: {exc}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"listening on http://{options.host}:{server.server_port}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt), server:
+        server.serve_forever()
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
