@@ -185,7 +185,7 @@ class WeightTransferEngine:
         call = "init_weight_transfer_engine"
         with self._session(call, [info] * len(self.workers)):
             self._judge(call, [info] * len(self.workers))
-        return f"packed {bool(info.packed)}"
+        return f"packed {bool(info.packed)}, "
 
     def start_weight_update(self) -> str:
         messages = [None] * len(self.workers)
@@ -204,7 +204,7 @@ class WeightTransferEngine:
                 worker.check(update, found)
             self._load(updates, handles)
         count = len(updates[0].rows)
-        return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}"
+        return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
     def _decode(self, updates: list[UpdateInfo]) -> list[Any]:
         """Station 8: every worker's handles as inert values; `updates` get their description."""
@@ -328,13 +328,18 @@ class App:
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Station 7. The envelope is judged first (400), then the session and the content (500)."""
         url = urllib.parse.urlsplit(target)
+        if (origin := headers.get("origin")) and urllib.parse.urlsplit(origin).netloc != headers.get("host"):
+            # Start, finish and pause need no body: any web page could send them.
+            return Reply(403, {"detail": f"requests of web pages of {origin} are not answered"})
         wanted, handler = ROUTES.get(url.path, ("", None))
         if handler is None:
             return Reply(404, {"detail": "Not Found"})
         if method != wanted:
             return Reply(405, {"detail": "Method Not Allowed"}, {"allow": wanted})
         began = time.monotonic()
-        request = Request(headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query)))
+        request = Request(
+            headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query, True))
+        )
         try:
             with contextlib.nullcontext() if handler in UNLOCKED else self.lock:
                 reply = handler(self, url.path.strip("/"), request)
@@ -352,14 +357,8 @@ class App:
             log.error("%s refused, 500: %s", url.path, exc, exc_info=not expected)
             return _error(500, "InternalServerError", str(exc) or type(exc).__name__, None)
         if handler is App.sync_call:
-            said = f"{request.said}, " * bool(request.said)
-            log.info(
-                "%s: %s%.1f ms, version %s",
-                url.path.strip("/"),
-                said,
-                1e3 * (time.monotonic() - began),
-                self.engine.weight_version,
-            )
+            took = f"{1e3 * (time.monotonic() - began):.1f} ms"
+            log.info("%s: %s%s, version %s", url.path[1:], request.said, took, self.engine.weight_version)
         return reply
 
     # Handlers: (call, request) -> Reply
@@ -696,7 +695,14 @@ class Connection(http.server.BaseHTTPRequestHandler):
         reply = self.app.answer(self.command, self.path, headers, body)
         self._write(reply, close=reply.status >= 500)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_HEAD = serve
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # whatever the method: the routes know which is right
+            return self.serve
+        raise AttributeError(name)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """For what http.server itself finds wrong: a broken request line, headers without end."""
+        self._write(Reply(code, {"detail": message or "Bad Request"}), close=True)
 
     def _read_body(self) -> bytes | Reply:
         """The whole body, or the refusal of one that cannot be read."""

@@ -22,6 +22,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -540,30 +541,39 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def spawned_server(device: str) -> Iterator[str]:
-    """server.py as a child on a free port: its URL. The child ends with the block, or with this process."""
+    """server.py as a child on a free port: its URL. The child ends with the block, or with this process.
+
+    Its log is shown only where the block fails.
+    """
     command = [sys.executable, str(Path(__file__).with_name("server.py")), "--port", "0", "--device", device]
-    child = subprocess.Popen(
-        command,
-        env=os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
-        stdout=subprocess.PIPE,
-        preexec_fn=_end_with_parent,
-    )
-    try:
-        assert child.stdout is not None
-        ready, _, _ = select.select([child.stdout], [], [], SERVER_START_SECONDS)
-        line = child.stdout.readline().decode() if ready else ""
-        if not line.startswith("listening on "):
-            raise SyncError(
-                f"the server did not start within {SERVER_START_SECONDS:g} s: {line or 'no output'}"
-            )
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        child.terminate()
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=log, preexec_fn=_end_with_parent
+        )
         try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            yield _listening_url(child)
+        except Exception:
+            log.seek(0)
+            last = log.read().decode(errors="replace").splitlines()[-10:]
+            print("the end of the server's log:", *last, sep="\n  ", file=sys.stderr)
+            raise
+        finally:
+            child.terminate()
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _listening_url(child: subprocess.Popen[bytes]) -> str:
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], SERVER_START_SECONDS)
+    line = child.stdout.readline().decode() if ready else ""
+    if not line.startswith("listening on "):
+        raise SyncError(f"the server did not start within {SERVER_START_SECONDS:g} s: {line or 'no output'}")
+    return line.removeprefix("listening on ").strip()
 
 
 def _end_with_parent() -> None:

@@ -177,7 +177,8 @@ def nothing_stays_lent():
     still_lent = len(ipc_codec._lent)
     ipc_codec._lent.clear()  # one test's fault is not the next one's
     assert still_lent == 0
-    assert our_files() == {name.decode()[1:] for name in ipc_codec._counter_files}
+    left = our_files() - {name.decode()[1:] for name in ipc_codec._counter_files}
+    assert len(left) <= torch.cuda.is_initialized()  # torch keeps one file for CUDA's own counters
 
 
 def our_files() -> set[str]:
