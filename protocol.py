@@ -10,7 +10,11 @@ seen to answer. Its laws are data, each written once:
 A server refuses the first broken rule, an oracle reports all of them, the README prints them, and
 the tests send every counter-example. Read on in `server.py` and `trainer.py`: one sync, both sides.
 
-    python protocol.py      print the rules as Markdown
+    python protocol.py              print the rules as Markdown
+    python protocol.py FILE         judge a transcript (`server.py --transcript` writes one): a line a
+                                    finding, the rules held and broken, and what to do. Exit code 0:
+                                    nothing found; 1: something (SHOULD counts with --strict only);
+                                    2: the file is empty, or no transcript
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ from __future__ import annotations
 import argparse
 import enum
 import itertools
+import json
 import math
+import re
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -62,9 +69,13 @@ DTYPE_ALIASES = {
     "cdouble": "complex128",
 }
 
+ALIAS_OF = {name: alias for alias, name in DTYPE_ALIASES.items()}
+NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
+
 # Positions in torch's fifteen handle arguments that rules look at (`ipc_codec.IpcArgs` names them all).
 ARGS = 15
-TENSOR_SIZE, TENSOR_STRIDE, DTYPE, REQUIRES_GRAD, COUNTER, SLOT = 1, 2, 5, 10, 11, 12
+TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET, DTYPE, STORAGE_HANDLE, STORAGE_OFFSET = 1, 2, 3, 5, 7, 9
+REQUIRES_GRAD, COUNTER, SLOT = 10, 11, 12
 
 MUST = "MUST"  # the document says it; broken, it is refused by vLLM or gives wrong weights
 SHOULD = "SHOULD"  # the field learned it; vLLM lets it pass
@@ -298,6 +309,7 @@ class Session:
     packed: bool = False
     initialized: bool = False
     sent: set[str] = field(default_factory=set)  # names that the open sync has carried
+    filled: int | None = None  # bytes of its last packed chunk
 
     def forbids(self, call: str) -> Refused | None:
         """The refusal that SEQUENCE has for this call now, or None."""
@@ -306,9 +318,13 @@ class Session:
             return Refused(RULES[cell.rule_id], f"{call} while {self.state.value}")
         return None
 
-    def broken_rules(self, call: str, message: InitInfo | UpdateInfo | None = None) -> list[Refused]:
-        """Every rule about this call that the message breaks, in the order of RULES."""
-        asked = ((rule, rule.violation(message, self)) for rule in RULES.values() if rule.call == call)
+    def broken_rules(self, call: str, message: Any = None) -> list[Refused]:
+        """Every message rule about this call that is broken, in the order of RULES.
+
+        `message`: InitInfo, UpdateInfo or None; or an Evidence, for the witness rules.
+        """
+        about = WITNESS_RULES if isinstance(message, Evidence) else MESSAGE_RULES
+        asked = ((rule, rule.violation(message, self)) for rule in about.get(call, ()))
         return [Refused(rule, seen) for rule, seen in asked if seen]
 
     def settle(self, call: str, message: InitInfo | UpdateInfo | None, ok: bool) -> None:
@@ -318,13 +334,54 @@ class Session:
         self.state = move.done if ok else move.failed
         if ok and isinstance(message, InitInfo):
             self.packed, self.initialized = bool(message.packed), True
-        if ok and isinstance(message, UpdateInfo):
+        if ok and isinstance(message, UpdateInfo) and _strings(message.names):
             self.sent.update(message.names)
+            self.filled = sum(message.sizes)
         if ok and call == "start_weight_update":
             self.sent.clear()
+            self.filled = None
 
 
 # --- Rules ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a witness saw of one exchange, at one worker: `seen` holds lists in the order of the handles.
+
+    With an update: `arrival`, `reply`: digests of the lent bytes; `before`: reference counters before they
+    were opened; `unopened`, `misfit`: why the server could not take it. With a finish, for all of the sync:
+    `names`; `reply`, `finish`: digests; `held`, `after`: counters before and after the release. With a
+    start: `left`: the counters of refused exports. `others`: the `arrival` lists of the workers before.
+    """
+
+    worker: int
+    names: Sequence[str]
+    seen: Mapping[str, Any]
+    others: Sequence[Any] = ()
+
+    def column(self, key: str) -> list[int | None]:
+        """The values under that key; None where there is nothing to see: an empty tensor has no counter."""
+        values = self.seen.get(key)
+        fits = isinstance(values, list) and all(v is None or type(v) is int for v in values)
+        return values if fits else []  # type: ignore[return-value]
+
+    def differ(self, one: str, two: str) -> str:
+        """The first tensor whose values under the two keys are not equal; empty where all are."""
+        pairs = zip(self.column(one), self.column(two), strict=False)
+        return next(
+            (f"{self.label(at)} on worker {self.worker}" for at, (a, b) in enumerate(pairs) if a != b), ""
+        )
+
+    def not_one(self, key: str) -> str:
+        """The first reference counter under the key that is not 1; empty where all are."""
+        values = enumerate(self.column(key))
+        return next((f"{self.label(at)}: the counter is {n}" for at, n in values if n not in (1, None)), "")
+
+    def label(self, at: int) -> str:
+        names = self.seen.get("names") or self.names
+        return names[at] if _strings(names) and at < len(names) else f"tensor {at}"
+
 
 Violation = Callable[[Any, Session], str]
 Break = Callable[[dict[str, Any]], dict[str, Any]]
@@ -342,7 +399,8 @@ class Rule:
     refused_by_vllm: "always", "packed" (only in packed mode) or "never"; a receiver is blamed for
         accepting only what vLLM would have refused.
     check: (message, session) -> what was seen that breaks it, empty while it holds. True where it does
-        not apply, and never raises, whatever the message holds. None: SEQUENCE decides.
+        not apply, and never raises, whatever the message holds. None: SEQUENCE or the judge decides.
+    evidence: the check looks at an Evidence, under this key, and not at a message.
     breaks: each makes from a good `init_info` / `update_info` the smallest bad one. There the value of
         `ipc_handles_pickled` is the handles themselves; whoever sends it encodes what is no text. The
         good one has two tensors or more, none of them empty.
@@ -360,6 +418,7 @@ class Rule:
     breaks: tuple[Break, ...] = ()
     calls: tuple[str, ...] = ()
     party: str = "trainer"
+    evidence: str = ""
 
     @property
     def mode(self) -> str:
@@ -367,13 +426,16 @@ class Rule:
         prefix = self.id.split(".")[0]
         return prefix if prefix in ("packed", "unpacked") else "both"
 
-    def violation(self, message: InitInfo | UpdateInfo | None, session: Session) -> str:
+    def applies(self, session: Session) -> bool:
+        return self.mode != ("unpacked" if session.packed else "packed")
+
+    def violation(self, message: Any, session: Session) -> str:
         """What was seen that breaks the rule; empty while it holds, or where it does not apply."""
-        if self.check is None or self.mode == ("unpacked" if session.packed else "packed"):
+        if self.check is None or not self.applies(session):
             return ""
         return self.check(message, session)
 
-    def holds(self, message: InitInfo | UpdateInfo | None, session: Session) -> bool:
+    def holds(self, message: Any, session: Session) -> bool:
         return not self.violation(message, session)
 
 
@@ -397,7 +459,7 @@ for _id, _text, _source, *_calls in (
     RULES[_id] = Rule(_id, MUST, "always", _source, _text, _calls[-1], calls=tuple(_calls))
 
 
-def rule(id: str, level: str, refused_by_vllm: str, source: str, *calls: str) -> Any:
+def rule(id: str, level: str, refused_by_vllm: str, source: str, *calls: str, **more: str) -> Any:
     """Decorator: enters the function in RULES; its docstring is the rule's sentence.
 
     calls: the conversation whose last message it looks at, where that is not an update.
@@ -406,10 +468,19 @@ def rule(id: str, level: str, refused_by_vllm: str, source: str, *calls: str) ->
     def enter(check: Any) -> Any:
         breaks = getattr(check, "breaks", ())
         call = calls[-1] if calls else "update_weights"
-        RULES[id] = Rule(id, level, refused_by_vllm, source, check.__doc__, call, check, breaks, calls)
+        RULES[id] = Rule(
+            id, level, refused_by_vllm, source, check.__doc__, call, check, breaks, calls, **more
+        )
         return check
 
     return enter
+
+
+def witness_rule(
+    id: str, level: str, source: str, evidence: str, call: str = "update_weights", **more: str
+) -> Any:
+    """Decorator, for a rule about what only a witness can see. vLLM refuses none of these."""
+    return rule(id, level, "never", source, call, evidence=evidence, **more)
 
 
 def broken_by(*breaks: Break) -> Any:
@@ -536,6 +607,14 @@ def _(update: UpdateInfo, session: Session) -> str:
     return next((reprlib.repr(n) for n in names if n not in DTYPE_BYTES and n not in DTYPE_ALIASES), "")
 
 
+@rule("dtype.canonical", SHOULD, "never", "getattr(torch, name) takes them too; other engines look names up")
+@broken_by(_change("dtype_names", lambda names: [ALIAS_OF.get(name, name) for name in names]))
+def _(update: UpdateInfo, session: Session) -> str:
+    """a dtype name is the one torch prints: float16, not half"""
+    names = update.dtype_names if _strings(update.dtype_names) else []
+    return next((reprlib.repr(name) for name in names if name in DTYPE_ALIASES), "")
+
+
 @rule("shapes.sizes", MUST, "never", HTTP + "; unpacked, vLLM does not look")
 @broken_by(_first("shapes", lambda shape: [-1]), _first("shapes", lambda shape: [*shape, True]))
 def _(update: UpdateInfo, session: Session) -> str:
@@ -560,6 +639,13 @@ def _(update: UpdateInfo, session: Session) -> str:
     if update.ipc_handles:
         return "ipc_handles"
     return "" if text is None or isinstance(text, str) else _seen("ipc_handles_pickled", text)
+
+
+@rule("handles.base64", SHOULD, "never", "vLLM drops what is outside the alphabet; other decoders do not")
+def _(update: UpdateInfo, session: Session) -> str:
+    """ipc_handles_pickled has base64's alphabet only: no line breaks, no spaces"""
+    text = update.ipc_handles_pickled
+    return reprlib.repr(found[0]) if isinstance(text, str) and (found := NOT_BASE64.search(text)) else ""
 
 
 @rule("handles.decodable", MUST, "always", HTTP)
@@ -660,6 +746,45 @@ def _(update: UpdateInfo, session: Session) -> str:
     return ""
 
 
+def _extents(update: UpdateInfo) -> dict[tuple[Any, ...], list[tuple[int, int, str, Any]]]:
+    """Contiguous tensors by the storage they lie in: (first byte, end, whose, (dtype, size)), in order."""
+    found: dict[tuple[Any, ...], list[tuple[int, int, str, Any]]] = {}
+    for _at, label, uuid, args in update.args:
+        dtype, size, stride, offset = (args[at] for at in (DTYPE, TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET))
+        item = DTYPE_BYTES.get(dtype.removeprefix("torch."), 0) if isinstance(dtype, str) else 0
+        if not (item and _is_sizes(size) and _is_sizes(stride) and type(offset) is int):
+            continue
+        row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
+        if 0 in size or any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
+            continue  # of strided views the extents may overlap where the bytes do not
+        storage = (uuid, str(args[STORAGE_HANDLE]), str(args[STORAGE_OFFSET]))
+        extent = (offset * item, (offset + math.prod(size)) * item, label, (dtype, size))
+        found.setdefault(storage, []).append(extent)
+    return {storage: sorted(extents, key=lambda e: e[:2]) for storage, extents in found.items()}
+
+
+@rule("unpacked.tied-in-pairs", SHOULD, "never", "two names may be tied; three are a buffer that was reused")
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, at most two names are on the same bytes"""
+    for extents in _extents(update).values():
+        for (start, end), same in itertools.groupby(extents, key=lambda e: e[:2]):
+            if len(names := [label for _, _, label, _ in same]) > 2:
+                return f"{', '.join(names[:3])} on bytes {start} to {end} of one storage"
+    return ""
+
+
+@rule("unpacked.overlap-alike", SHOULD, "never", "a buffer was reused, or a shape is wrong")
+def _(update: UpdateInfo, session: Session) -> str:
+    """unpacked, tensors whose bytes overlap have the same bytes, dtype and shape"""
+    for extents in _extents(update).values():
+        for one, two in itertools.pairwise(extents):
+            if two[0] < one[1] and (one[:2], one[3]) != (two[:2], two[3]):
+                return (
+                    f"{one[2]} on bytes {one[0]} to {one[1]}, {two[2]} on {two[0]} to {two[1]} of one storage"
+                )
+    return ""
+
+
 @rule("unpacked.handle-matches", MUST, "never", HTTP + ": full shapes, dtype names; vLLM does not look")
 @broken_by(
     _first("shapes", lambda shape: [1, *shape]),
@@ -755,6 +880,308 @@ def _(update: UpdateInfo, session: Session) -> str:
     return ""
 
 
+@rule("packed.chunk-full", SHOULD, "never", "one call per tensor is very slow (vllm #24163)")
+def _(update: UpdateInfo, session: Session) -> str:
+    """a chunk is closed only before a tensor that would overflow it, not with half the buffer free"""
+    sizes = [args[TENSOR_SIZE] for _at, _label, _uuid, args in update.args]
+    if (
+        session.filled is None
+        or not update.sizes
+        or not sizes
+        or not _is_sizes(sizes[0])
+        or len(sizes[0]) != 1
+    ):
+        return ""
+    closed_early = session.filled + update.sizes[0] <= sizes[0][0] // 2
+    seen = f"{session.filled} bytes in a buffer of {sizes[0][0]}, then {update.names[0]} of {update.sizes[0]}"
+    return seen if closed_early else ""
+
+
+LOAN = 'ipc.md, "Trainer Without vLLM over HTTP"'
+
+
+@witness_rule("loan.until-reply", MUST, LOAN + ": do not overwrite until the call returns", "reply")
+def _(evidence: Evidence, session: Session) -> str:
+    """what is lent does not change between the request and its reply, on any rank"""
+    return evidence.differ("arrival", "reply")
+
+
+@witness_rule("workers.same-bytes", MUST, 'ipc.md, "How It Works": every rank has the full tensor', "arrival")
+def _(evidence: Evidence, session: Session) -> str:
+    """every worker is lent the same bytes, in the same order"""
+    mine = evidence.column("arrival")
+    for worker, theirs in enumerate(evidence.others):
+        if isinstance(theirs, list) and len(theirs) == len(mine) and theirs != mine:
+            at = next(at for at, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
+            return f"{evidence.label(at)} differs on workers {worker} and {evidence.worker}"
+    return ""
+
+
+@witness_rule("export.fresh", SHOULD, "torch: one reduce_tensor pays for one open and release", "before")
+def _(evidence: Evidence, session: Session) -> str:
+    """an export is opened in one sync: its reference counter is 1 when it comes"""
+    return evidence.not_one("before")
+
+
+@witness_rule("handle.opens", MUST, "torch's rebuild_cuda_tensor", "unopened")
+def _(evidence: Evidence, session: Session) -> str:
+    """a handle's arguments are torch's, lie inside their storage, and can be opened on this host"""
+    return str(evidence.seen.get("unopened") or "")
+
+
+@witness_rule("weights.fit", MUST, "vLLM's load_weights", "misfit")
+def _(evidence: Evidence, session: Session) -> str:
+    """names, dtypes and shapes are those of the server's model"""
+    return str(evidence.seen.get("misfit") or "")
+
+
+@witness_rule(
+    "loan.until-finish", MUST, LOAN + ": keep every tensor until finish", "finish", "finish_weight_update"
+)
+def _(evidence: Evidence, session: Session) -> str:
+    """a tensor that was lent unpacked does not change before the finish"""
+    return evidence.differ("reply", "finish")
+
+
+@witness_rule("export.kept", MUST, "torch: memory is reclaimed at counter 0", "held", "finish_weight_update")
+def _(evidence: Evidence, session: Session) -> str:
+    """only the receiver releases what it has opened: the counter is 1 until the finish"""
+    return evidence.not_one("held")
+
+
+@witness_rule(
+    "export.released",
+    MUST,
+    "torch: memory is reclaimed at counter 0",
+    "after",
+    "finish_weight_update",
+    party="server",
+)
+def _(evidence: Evidence, session: Session) -> str:
+    """after the finish every export that was opened has been released once: its counter is 0"""
+    pairs = enumerate(zip(evidence.column("held"), evidence.column("after"), strict=False))
+    return next((f"{evidence.label(at)}: the counter is {n}" for at, (h, n) in pairs if h == 1 and n), "")
+
+
+@witness_rule(
+    "export.settled", SHOULD, "what nobody opened is never reclaimed", "left", "start_weight_update"
+)
+def _(evidence: Evidence, session: Session) -> str:
+    """exports of a refused update are settled before the next sync"""
+    left = evidence.column("left").count(1)
+    return f"{left} exports still count 1" if left else ""
+
+
+# Rules that the judge itself decides: they are about more than one exchange, or about none.
+for _id, _level, _refused, _source, _text, _call in (
+    ("body.envelope", MUST, "always", LOAN,
+     "a call has the JSON body that the document gives it", "update_weights"),
+    ("call.one-in-flight", SHOULD, "never", "vllm #37476",
+     "a call is made after the call before it was answered", "update_weights"),
+    ("sync.finished", MUST, "never", LOAN, "a sync that was started is finished", "finish_weight_update"),
+    ("refusal.explained", MUST, "never", "neither side can be blamed from outside",
+     "a refused call breaks a rule", "update_weights"),
+):  # fmt: skip
+    RULES[_id] = Rule(_id, _level, _refused, _source, _text, _call)
+
+MESSAGE_RULES: dict[str, list[Rule]] = {}
+WITNESS_RULES: dict[str, list[Rule]] = {}
+for _rule in RULES.values():
+    if _rule.check is not None:
+        (WITNESS_RULES if _rule.evidence else MESSAGE_RULES).setdefault(_rule.call, []).append(_rule)
+
+
+# --- The judge --------------------------------------------------------------------------------------
+
+TRANSCRIPT = {"transcript": "weight-sync", "version": 1}  # the first line has these, and `uuids`
+
+
+class Finding(NamedTuple):
+    """Who broke which rule, where: `at` is the exchange's line in the transcript, from 1."""
+
+    at: int
+    call: str
+    party: str
+    rule: Rule
+    seen: str
+    status: int
+
+    def __str__(self) -> str:
+        rule = self.rule
+        return (
+            f"{self.at:>5} {self.call:<28} {self.party:<8} {rule.level:<6} {rule.id}: {rule.text}; "
+            f"seen: {self.seen} [answered {self.status}; {rule.source}]"
+        )
+
+
+def check(exchanges: Iterable[Mapping[str, Any]], exercised: set[str] | None = None) -> list[Finding]:
+    """Judges the lines of a transcript, the header first (README, "Transcripts").
+
+    `exercised` is filled with the ids of the rules that the exchanges could have broken. Raises
+    ValueError where a line is none of a transcript.
+    """
+    lines = iter(exchanges)
+    header = next(lines, {})
+    if any(header.get(key) != value for key, value in TRANSCRIPT.items()):
+        raise ValueError(f"the first line is no transcript's header: {reprlib.repr(header)}")
+    uuids: Any = header.get("uuids") if _strings(header.get("uuids")) else []
+    judge = _Judge(
+        [Session(uuid=uuid) for uuid in uuids] or [Session()], set() if exercised is None else exercised
+    )
+    for at, line in enumerate(lines, 2):
+        judge.hear(at, line)
+    return judge.conclude()
+
+
+@dataclass
+class _Judge:
+    """One pass over the exchanges. Every worker's session is replayed."""
+
+    sessions: list[Session]
+    exercised: set[str]
+    findings: list[Finding] = field(default_factory=list)
+    last: tuple[int, str, int] = (0, "", 0)
+    ended: float = 0.0
+
+    def hear(self, at: int, line: Mapping[str, Any]) -> None:
+        call, status = line.get("call"), line.get("status")
+        if call not in CALLS or type(status) is not int:
+            raise ValueError(f"line {at} has no call and status of a transcript: {reprlib.repr(dict(line))}")
+        self.last = (at, call, status)
+        self._time(line)
+        try:
+            given = read_envelope(call, line.get("body"))
+        except BadRequest as exc:
+            self._find([Refused(RULES["body.envelope"], str(exc))])
+            return
+        self.exercised.add("body.envelope")
+        if status == 400:
+            self._find([Refused(RULES["refusal.explained"], str(line.get("error")))], party="unclear")
+            return
+        refusal = self.sessions[0].forbids(call)
+        self.exercised |= {
+            rule.id for rule in RULES.values() if rule.call == call and rule.calls and not rule.evidence
+        }
+        broken = [refusal] if refusal else self._content(call, given, line)
+        self._find(broken)
+        if status >= 500 and not broken:
+            self._find([Refused(RULES["refusal.explained"], str(line.get("error")))], party="unclear")
+
+    def _time(self, line: Mapping[str, Any]) -> None:
+        began, ended = line.get("began"), line.get("ended")
+        if isinstance(began, (int, float)) and isinstance(ended, (int, float)):
+            self.exercised.add("call.one-in-flight")
+            if began < self.ended:
+                seen = f"it came {self.ended - began:.3f} s before the answer to another"
+                self._find([Refused(RULES["call.one-in-flight"], seen)])
+            self.ended = max(self.ended, ended)
+
+    def _content(self, call: str, given: Any, line: Mapping[str, Any]) -> list[Refused]:
+        """The rules that the message breaks, and the evidence, at any worker; and the session goes on."""
+        messages: list[Any] = [None] * len(self.sessions)
+        broken: dict[str, Refused] = {}
+        try:
+            if call == "update_weights":
+                messages = _shown(worker_entries(given, len(self.sessions)), given, line)
+            elif call == "init_weight_transfer_engine":
+                messages = [InitInfo.from_json(given)] * len(self.sessions)
+        except Refused as exc:
+            broken[exc.rule.id] = exc
+        others: list[Any] = []
+        for worker, (session, message) in enumerate(zip(self.sessions, messages, strict=True)):
+            evidence = _evidence(worker, message, line, others if isinstance(given, Mapping) else [])
+            found = (
+                session.broken_rules(call, message) if message is not None or call != "update_weights" else []
+            )
+            for refusal in [*found, *session.broken_rules(call, evidence)]:
+                broken.setdefault(refusal.rule.id, refusal)
+            self._exercise(call, session, evidence)
+            others.append(evidence.seen.get("arrival"))
+            session.settle(call, message, ok=self.last[2] == 200)
+        return list(broken.values())
+
+    def _exercise(self, call: str, session: Session, evidence: Evidence) -> None:
+        for rule in MESSAGE_RULES.get(call, []) + WITNESS_RULES.get(call, []):
+            if rule.applies(session) and (not rule.evidence or rule.evidence in evidence.seen):
+                self.exercised.add(rule.id)
+
+    def _find(self, broken: Iterable[Refused], party: str = "") -> None:
+        at, call, status = self.last
+        for refusal in broken:
+            rule = refusal.rule
+            self.exercised.add(rule.id)
+            self.findings.append(Finding(at, call, party or rule.party, rule, refusal.seen, status))
+            refuses = rule.refused_by_vllm == "always" or (
+                rule.refused_by_vllm == "packed" and self.sessions[0].packed
+            )
+            if rule.level == MUST and refuses and status == 200:
+                self.findings.append(Finding(at, call, "server", rule, "let in what vLLM refuses", status))
+
+    def conclude(self) -> list[Finding]:
+        if self.sessions[0].state is UPDATING:
+            self._find([Refused(RULES["sync.finished"], "the transcript ends in an open update")])
+        elif "finish.after-start" in self.exercised:
+            self.exercised.add("sync.finished")
+        return self.findings
+
+
+def _shown(entries: list[UpdateInfo], given: Any, line: Mapping[str, Any]) -> list[UpdateInfo]:
+    """The updates with the described handles that the transcript has beside them."""
+    handles = line.get("handles")
+    each = handles if isinstance(given, list) and isinstance(handles, list) else [handles] * len(entries)
+    return [
+        replace(entry, handles=h) for entry, h in itertools.zip_longest(entries, each) if entry is not None
+    ]
+
+
+def _evidence(worker: int, message: Any, line: Mapping[str, Any], others: list[Any]) -> Evidence:
+    seen = line.get("seen")
+    workers = seen.get("workers") if isinstance(seen, dict) else None
+    mine = workers[worker] if isinstance(workers, list) and worker < len(workers) else None
+    names = message.names if isinstance(message, UpdateInfo) and _strings(message.names) else []
+    return Evidence(worker, names, mine if isinstance(mine, dict) else {}, list(others))
+
+
+def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) -> int:
+    """Judges the transcript in a file and says what it found. Returns the exit code of `protocol.py`."""
+    exercised: set[str] = set()
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file if line.strip()]
+        if not all(isinstance(line, dict) for line in lines) or len(lines) < 2:
+            raise ValueError("it has no exchange")
+        findings = check(lines, exercised)
+    except (OSError, ValueError) as exc:
+        out(f"{path}: cannot be judged: {exc}")
+        return 2
+    if not findings and not any(line.get("call") == "update_weights" for line in lines):
+        out(f"{path}: no update in it: nothing was exercised")
+        return 2
+    for finding in findings:
+        out(str(finding))
+    broken = {finding.rule.id for finding in findings}
+    for rule in RULES.values():
+        state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"
+        out(f"  {state:<14} {rule.level:<6} {rule.id}")
+    counted = [f for f in findings if strict or f.rule.level == MUST]
+    out(_sentence(findings, counted, len(lines) - 1))
+    return 1 if counted else 0
+
+
+def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -> str:
+    """What a human acts on."""
+    if not findings:
+        return (
+            f"{exchanges} exchanges, nothing found: what was exercised, both sides did as the document says."
+        )
+    first = (counted or findings)[0]
+    grade = "" if counted else " (SHOULD: it works with vLLM, and does not count without --strict)"
+    return (
+        f"{exchanges} exchanges, {len(findings)} findings. Look first at line {first.at}: in {first.call} "
+        f"{first.party} broke {first.rule.id}: {first.rule.text}{grade}."
+    )
+
+
 # --- Planning and merging ---------------------------------------------------------------------------
 
 
@@ -829,13 +1256,18 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a transcript to judge")
+    parser.add_argument("--strict", action="store_true", help="count SHOULD as well")
+    options = parser.parse_args()
+    if options.file:
+        return verdict(options.file, options.strict)
     print(rules_as_markdown())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,9 @@ is answered with 200 has been read, on every device. Read one sync from the bott
 the request (station 7), `WeightTransferEngine.update_weights` judges it and reads the bytes (8 to 11).
 
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 python server.py
+    ... python server.py --transcript sync.jsonl        a witness: `protocol.py sync.jsonl` judges it
+    ... python server.py --judge 'COMMAND {url}'        runs that trainer, and judges it: exit code 0
+                                    clean, 1 findings, 2 nothing was exercised
 
 Without a GPU the same is played through shared memory (see `ipc_codec`). Without --model the server
 takes any names; a name that it holds keeps its shape and dtype.
@@ -20,8 +23,11 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -52,6 +58,10 @@ log = logging.getLogger("weight-sync")
 # --- The engine: weights on devices ------------------------------------------------------------------
 
 
+class Misfit(ValueError):
+    """A name, dtype or shape is not the one that the server holds."""
+
+
 class Worker:
     """One --device entry: its own copy of the weights, and its mapping of the trainer's packed buffer."""
 
@@ -77,8 +87,8 @@ class Worker:
         """Everything that can be said before a device is touched. Raises ValueError."""
         for name, dtype, shape in update.rows:
             self._check_fit(name, dtype, list(shape))
-        for handle in [handles] if self.session.packed else handles:
-            ipc_codec.check_args(handle[self.session.uuid], self.device)
+        for args in self.lent_to_me(handles):
+            ipc_codec.check_args(args, self.device)
 
     def _check_fit(self, name: str, dtype: str, shape: list[int]) -> None:
         held = self.weights.get(name)
@@ -87,10 +97,10 @@ class Worker:
             while wrapper := next((w for w in WRAPPERS if bare.startswith(w)), ""):
                 bare = bare.removeprefix(wrapper)
             hint = f"; it has {bare!r}: send names without wrapper prefixes" if bare in self.weights else ""
-            raise ValueError(f"the model has no parameter {name!r}{hint}")
+            raise Misfit(f"the model has no parameter {name!r}{hint}")
         if held is not None and (dtype, shape) != (ipc_codec.dtype_name(held.dtype), list(held.shape)):
             holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
-            raise ValueError(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
+            raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
 
     def open(self, update: UpdateInfo, handles: Any) -> list[Tensor]:
         """Station 9: the trainer's tensors, in the order of `names`. They are its memory, not a copy."""
@@ -101,11 +111,15 @@ class Worker:
                 return ipc_codec.unpack(self.buffer.open(handles), dtypes, shapes, update.sizes)
             # An export that is named twice is opened once: it pays for one release.
             opened: dict[Any, Tensor] = {}
-            for handle in handles:
-                args = ipc_codec.check_args(handle[self.session.uuid], self.device)
-                if args not in opened:
-                    opened[args] = ipc_codec.import_handle(handle, self.device)
-            return [opened[ipc_codec.check_args(h[self.session.uuid], self.device)] for h in handles]
+            exports = [ipc_codec.check_args(args, self.device) for args in self.lent_to_me(handles)]
+            for export, handle in zip(exports, handles, strict=True):
+                if export not in opened:
+                    opened[export] = ipc_codec.import_handle(handle, self.device)
+            return [opened[export] for export in exports]
+
+    def lent_to_me(self, handles: Any) -> list[Any]:
+        """The arguments of this worker's exports: one a tensor, or packed the buffer's."""
+        return [h[self.session.uuid] for h in ([handles] if self.session.packed else handles)]
 
     def make_room(self, update: UpdateInfo) -> dict[str, Tensor]:
         """Memory for the names that are new here; nothing is held under them yet."""
@@ -155,6 +169,8 @@ class WeightTransferEngine:
         self.workers = [Worker(device, model) for device in devices]
         self.strict = strict
         self.weight_version = "default"
+        self.hold_seconds = 0.0  # how long an update stays unanswered after it was read
+        self.witness: Witness | None = None
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
@@ -189,6 +205,8 @@ class WeightTransferEngine:
 
     def start_weight_update(self) -> str:
         messages = [None] * len(self.workers)
+        if self.witness:
+            self.witness.started()
         with self._session("start_weight_update", messages):
             self._judge("start_weight_update", messages)
         return ""
@@ -199,9 +217,9 @@ class WeightTransferEngine:
         with self._session("update_weights", updates):
             updates += protocol.worker_entries(update_info, len(self.workers))
             handles = self._decode(updates)
+            if self.witness:
+                self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
-            for worker, update, found in zip(self.workers, updates, handles, strict=True):
-                worker.check(update, found)
             self._load(updates, handles)
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
@@ -236,11 +254,9 @@ class WeightTransferEngine:
 
     def _load(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> None:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
-        try:
-            opened = [w.open(u, h) for w, u, h in zip(self.workers, updates, handles, strict=True)]
-            rooms = [worker.make_room(update) for worker, update in zip(self.workers, updates, strict=True)]
-        except (RuntimeError, MemoryError) as exc:
-            raise ValueError(f"the device could not take the update: {exc}") from exc
+        opened, rooms = self._open(updates, handles)
+        if self.witness:
+            self.witness.opened(updates, handles, opened)
         for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
             worker.weights |= room
             self.applied.update(update.names)
@@ -248,11 +264,32 @@ class WeightTransferEngine:
             worker.copy(update.names, weights)
         for worker in self.workers:
             worker.synchronize()  # station 11: the bytes have been read, on every device
+        time.sleep(self.hold_seconds)
+        if self.witness:
+            self.witness.read()
+
+    def _open(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Every worker's view of the trainer's tensors, and memory for the names that are new."""
+        try:
+            for worker, update, found in zip(self.workers, updates, handles, strict=True):
+                worker.check(update, found)
+            opened = [w.open(u, h) for w, u, h in zip(self.workers, updates, handles, strict=True)]
+            return opened, [w.make_room(u) for w, u in zip(self.workers, updates, strict=True)]
+        except ValueError as exc:
+            if self.witness:
+                self.witness.not_taken(exc, handles)
+            raise
+        except (RuntimeError, MemoryError) as exc:
+            raise ValueError(f"the device could not take the update: {exc}") from exc
 
     def finish_weight_update(self, weight_version: str | None = None) -> str:
         """Ends the session: mappings are released, and the version is set if one is given."""
         with self._session("finish_weight_update", [None] * len(self.workers)):
+            if self.witness:
+                self.witness.finishing()
             self._release()
+            if self.witness:
+                self.witness.finished()
             self.torn -= self.applied
             self.applied = set()
             if weight_version is not None:
@@ -282,6 +319,8 @@ class WeightTransferEngine:
                 self.torn |= self.applied
                 self.applied = set()
                 self._release()
+                if self.witness:
+                    self.witness.failed()
             raise
         self._settle(call, messages, ok=True)
 
@@ -301,6 +340,123 @@ class WeightTransferEngine:
             worker.buffer.release()
 
 
+# --- The witness: a transcript ------------------------------------------------------------------------
+
+
+@dataclass
+class Loan:
+    """One export that a worker has opened, and holds until the finish, so that it can be looked at."""
+
+    name: str
+    args: Any
+    weight: Tensor | None  # None where it is the packed buffer: its loan ends with each reply
+    digest: int | None = None  # at the reply
+
+
+class Witness:
+    """Writes what was said, and what was seen in memory and time (README, "Transcripts"): a line a call.
+
+    With a witness an unpacked mapping is kept until the finish, as the trainer's loan allows.
+    """
+
+    def __init__(self, path: str, workers: Sequence[Worker]):
+        self.workers = workers
+        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
+        self.loans: list[list[Loan]] = [[] for _ in workers]
+        self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
+        self.refused: list[list[Any]] = [[] for _ in workers]  # exports of refused updates
+        self.take()
+        self._line(
+            {**protocol.TRANSCRIPT, "digest": "ipc_codec.digests", "uuids": [w.session.uuid for w in workers]}
+        )
+
+    def take(self) -> dict[str, Any]:
+        """What was seen since the last call of this, for the line of one exchange."""
+        taken = {"handles": getattr(self, "handles", None), "seen": {"workers": getattr(self, "seen", [])}}
+        self.handles: Any = None
+        self.seen: list[dict[str, Any]] = [{} for _ in self.workers]
+        return taken
+
+    def write(self, call: str, body: Any, reply: Reply, began: float, taken: Mapping[str, Any]) -> None:
+        error = (reply.body or {}).get("error", {}).get("message")
+        line = {"call": call, "body": _without_pickles(body), "status": reply.status, "error": error}
+        self._line({**line, "began": began, "ended": time.monotonic(), **taken})
+
+    def _line(self, line: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.file.flush()
+
+    def decoded(self, update_info: Any, updates: Sequence[UpdateInfo]) -> None:
+        each = [update.handles for update in updates]
+        self.handles = each if isinstance(update_info, list) else each[0]
+
+    def not_taken(self, exc: ValueError, handles: Sequence[Any]) -> None:
+        self.seen[0]["misfit" if isinstance(exc, Misfit) else "unopened"] = str(exc)
+        self.refused = [worker.lent_to_me(found) for worker, found in zip(self.workers, handles, strict=True)]
+
+    def opened(
+        self, updates: Sequence[UpdateInfo], handles: Sequence[Any], opened: list[list[Tensor]]
+    ) -> None:
+        self.chunk = opened
+        for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
+            exports = worker.lent_to_me(handles[at])
+            seen = {"arrival": ipc_codec.digests(weights), "before": list(map(ipc_codec.ref_count, exports))}
+            self.seen[at] |= {**seen, "unopened": "", "misfit": ""}
+            if not worker.session.packed:
+                loans = zip(update.names, exports, weights, strict=True)
+                self.loans[at] += [Loan(*loan) for loan in loans]
+            elif exports[0] not in [loan.args for loan in self.loans[at]]:
+                self.loans[at].append(Loan("the buffer", exports[0], None))
+
+    def read(self) -> None:
+        for at, weights in enumerate(self.chunk):
+            self.seen[at]["reply"] = digests = ipc_codec.digests(weights)
+            if not self.workers[at].session.packed and weights:
+                for loan, digest in zip(self.loans[at][-len(weights) :], digests, strict=True):
+                    loan.digest = digest
+        self.chunk = []
+
+    def finishing(self) -> None:
+        for at, loans in enumerate(self.loans):
+            lent = [loan for loan in loans if loan.weight is not None]
+            self.seen[at] |= {
+                "names": [loan.name for loan in loans],
+                "reply": [loan.digest for loan in lent],
+                "finish": ipc_codec.digests(loan.weight for loan in lent if loan.weight is not None),
+                "held": [ipc_codec.ref_count(loan.args) for loan in loans],
+            }
+
+    def finished(self) -> None:
+        for at, loans in enumerate(self.loans):
+            exports = [loan.args for loan in loans]
+            loans.clear()
+            self.seen[at]["after"] = list(map(ipc_codec.ref_count, exports))
+
+    def failed(self) -> None:
+        """The session is over: nothing is kept that a failed update, or a chunk before it, has opened."""
+        self.chunk = []
+        for loans in self.loans:
+            loans.clear()
+
+    def started(self) -> None:
+        for at, exports in enumerate(self.refused):
+            self.seen[at]["left"] = list(map(ipc_codec.ref_count, exports))
+            exports.clear()
+
+
+def _without_pickles(body: Any) -> Any:
+    """The body as it goes into the transcript: of a handles' text only what is outside base64's alphabet."""
+    if isinstance(body, list):
+        return [_without_pickles(item) for item in body]
+    if not isinstance(body, dict):
+        return body
+    text = body.get("ipc_handles_pickled")
+    changed = {"update_info": _without_pickles(body["update_info"])} if "update_info" in body else {}
+    if isinstance(text, str):
+        changed["ipc_handles_pickled"] = "".join(protocol.NOT_BASE64.findall(text)[:80])
+    return {**body, **changed}
+
+
 # --- The application: routes, statuses, shapes --------------------------------------------------------
 
 
@@ -317,7 +473,10 @@ class Unavailable(Exception):
 class App:
     """Every route of `http-behaviour`, without a socket. One lock: calls that touch weights take turns."""
 
-    def __init__(self, engine: WeightTransferEngine, data_parallel_size: int = 1):
+    def __init__(
+        self, engine: WeightTransferEngine, data_parallel_size: int = 1, max_body_bytes: int = MAX_BODY_BYTES
+    ):
+        self.max_body_bytes = max_body_bytes
         self.engine = engine
         self.data_parallel_size = data_parallel_size
         self.lock = threading.RLock()
@@ -340,26 +499,36 @@ class App:
         request = Request(
             headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query, True))
         )
+        with contextlib.nullcontext() if handler in UNLOCKED else self.lock:
+            reply = self._perform(handler, url.path[1:], request)
+            if handler is not App.sync_call:
+                return reply
+            if self.engine.witness:
+                self.engine.witness.write(
+                    url.path[1:], request.parsed, reply, began, self.engine.witness.take()
+                )
+        if reply.status == 200:
+            took = f"{1e3 * (time.monotonic() - began):.1f} ms"
+            log.info("%s: %s%s, version %s", url.path[1:], request.said, took, self.engine.weight_version)
+        return reply
+
+    def _perform(self, handler: Handler, call: str, request: Request) -> Reply:
+        """The handler's reply, or the one that vLLM gives to what it raises."""
         try:
-            with contextlib.nullcontext() if handler in UNLOCKED else self.lock:
-                reply = handler(self, url.path.strip("/"), request)
+            return handler(self, call, request)
         except UnicodeDecodeError:
             return Reply(400, {"detail": "There was an error parsing the body"})
         except Unavailable as exc:
             return _error(503, "ServiceUnavailableError", str(exc), None)
         except BadRequest as exc:
             kind = "Bad Request" if exc.param else "BadRequestError"
-            log.warning("%s refused, 400: %s", url.path, exc)
+            log.warning("%s refused, 400: %s", call, exc)
             return _error(400, kind, str(exc), exc.param)
         except Exception as exc:
             # An unexpected error is ours: it gets its traceback, in the log only.
             expected = isinstance(exc, (ValueError, MemoryError))
-            log.error("%s refused, 500: %s", url.path, exc, exc_info=not expected)
+            log.error("%s refused, 500: %s", call, exc, exc_info=not expected)
             return _error(500, "InternalServerError", str(exc) or type(exc).__name__, None)
-        if handler is App.sync_call:
-            took = f"{1e3 * (time.monotonic() - began):.1f} ms"
-            log.info("%s: %s%s, version %s", url.path[1:], request.said, took, self.engine.weight_version)
-        return reply
 
     # Handlers: (call, request) -> Reply
 
@@ -484,7 +653,9 @@ class App:
             for name, weight in worker.weights.items()
         }
         with ThreadPoolExecutor() as pool:
-            return dict(zip(named, pool.map(ipc_codec.checksum, named.values()), strict=True))
+            many = sum(weight.nbytes for weight in named.values()) > 1 << 26  # worth the threads
+            run = pool.map if many else map
+            return dict(zip(named, run(ipc_codec.checksum, named.values()), strict=True))
 
 
 Handler = Callable[[App, str, "Request"], Reply]
@@ -638,6 +809,7 @@ class Request:
         self.content_type = content_type
         self.body = body
         self.query = query
+        self.parsed: Any = None  # for the transcript
         self.said = ""  # for the log line
 
     def json(self, required: bool = True) -> Any:
@@ -657,6 +829,7 @@ class Request:
             raise BadRequest("the JSON is nested too deeply", "body") from None
         except json.JSONDecodeError as exc:
             raise BadRequest(f"the body is not JSON: {exc}", "body") from None
+        self.parsed = parsed
         return parsed
 
 
@@ -711,8 +884,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
             return _error(411, "Length Required", "send a content-length, not a chunked body", None)
         if not re.fullmatch(r"\d{1,18}", length):
             return _error(400, "Bad Request", f"content-length is {length[:40]!r}", None)
-        if int(length) > MAX_BODY_BYTES:
-            message = f"the body has {int(length):,} bytes, the server reads {MAX_BODY_BYTES:,}"
+        if int(length) > (most := self.app.max_body_bytes):
+            message = f"the body has {int(length):,} bytes, the server reads {most:,} (--max-body-bytes)"
             return _error(413, "Content Too Large", message, None)
         self.connection.settimeout(BODY_SECONDS)
         body = self.rfile.read(int(length))
@@ -796,6 +969,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data-parallel-size", type=int, default=1, metavar="N", help="divides the workers (default 1)")
     add("--model", metavar="MODULE:CALLABLE", help="makes the model whose parameters are the weights")
     add("--strict", action="store_true", help="refuse what breaks a SHOULD as well")
+    add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="413 over it (%(default)s)")
+    add("--hold-seconds", type=float, default=0, metavar="S", help="answer an update so much later")
+    add("--transcript", metavar="FILE", help="write what was said and seen, for `protocol.py FILE` to judge")
+    add("--judge", metavar="COMMAND", help="run a trainer on a free port, {url} in it replaced, and judge it")
     return parser
 
 
@@ -808,23 +985,46 @@ def make_server(options: argparse.Namespace) -> Server:
         )
     model = load_callable(options.model) if options.model else None
     engine = WeightTransferEngine(devices, model, options.strict, options.model or DEFAULT_MODEL)
-    app = App(engine, options.data_parallel_size)
+    engine.hold_seconds = options.hold_seconds
+    if options.transcript:
+        engine.witness = Witness(options.transcript, engine.workers)
+    app = App(engine, options.data_parallel_size, options.max_body_bytes)
     return Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
 
 
-def main() -> str | None:
+def judge(server: Server, url: str, options: argparse.Namespace) -> int:
+    """Runs the trainer against this witness, and judges it. Returns the exit code."""
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = [word.replace("{url}", url) for word in shlex.split(options.judge)]
+    try:
+        ended = subprocess.run(command, env=os.environ | {"WEIGHT_SYNC_URL": url}).returncode
+    except OSError as exc:
+        print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
+        return 2
+    server.shutdown()
+    print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
+    return protocol.verdict(options.transcript, options.strict)
+
+
+def main() -> str | int | None:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
+    if options.judge:
+        options.port = 0
+        options.transcript = options.transcript or tempfile.mkstemp(suffix=".jsonl", prefix="weight-sync-")[1]
     try:
         server = make_server(options)
     except ValueError as exc:
         return f"server.py: {exc}"
     except OSError as exc:
-        return f"server.py: cannot listen on {options.host}:{options.port}: {exc}"
+        return f"server.py: cannot start on {options.host}:{options.port}: {exc}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"listening on http://{options.host}:{server.server_port}", flush=True)
+    url = f"http://{options.host}:{server.server_port}"
+    print(f"listening on {url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt), server:
+        if options.judge:
+            return judge(server, url, options)
         server.serve_forever()
     return None
 

@@ -1059,6 +1059,21 @@ def test_tied_exports_are_each_released_once(client):
     assert client.counters() == [0, 0]
 
 
+def test_one_export_under_two_names_is_never_released_twice(client):
+    weights = KINDS["tied"]()
+    client.begin()
+    info = client.unpacked({"embed": weights["embed"]})
+    reply = client.update(
+        client.described(weights) | {"ipc_handles_pickled": info["ipc_handles_pickled"] * 2}
+    )
+    if reply.status_code == 200:
+        ok(client.finish())
+        assert client.counters() == [0] and client.checksums() == digests(weights)
+    else:
+        refused(reply)
+        assert client.counters() in ([0], [1]) and client.checksums() == {}
+
+
 def test_the_packed_counter_is_1_after_each_chunk_and_0_after_finish(client):
     client.begin(packed=True)
     buffers, handles = client.buffers(24)
@@ -1551,6 +1566,17 @@ def test_a_rank_local_list_gives_every_worker_its_own_subset(two_workers, packed
     ok(two_workers.finish())
     assert two_workers.checksums(TP0) == digests(first)
     assert two_workers.checksums(TP1) == digests(second)
+
+
+@pytest.mark.parametrize("thing", ["names short", "shapes short", "dtype unknown", "not base64"])
+@both_modes
+def test_a_broken_entry_of_a_rank_local_list_changes_no_worker(two_workers, packed, thing):
+    two_workers.sync(model(1), packed)
+    before = two_workers.table()
+    two_workers.begin(packed)
+    good, bad = for_each_worker(two_workers, [model(2), model(2)], packed)
+    refused(two_workers.update([good, BROKEN[thing](bad)]))
+    assert two_workers.table() == before
 
 
 def test_an_empty_entry_of_a_rank_local_list_changes_nothing_there(two_workers):
