@@ -193,8 +193,10 @@ class WeightTransferEngine:
             return (
                 f"the weights are not {self.model_name}'s: the table {side} {odd[0]} and {len(odd) - 1} more"
             )
-        unfit = [name for name in wanted if wanted[name].shape != worker.weights[name].shape]
-        return f"{unfit[0]} has another shape than the model's" if unfit else ""
+        for name, weight in worker.weights.items():
+            if weight.shape != wanted[name].shape or weight.dtype != wanted[name].dtype:
+                return f"{name} has another shape or dtype than the model's"
+        return ""
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> str:
         info = InitInfo.from_json(init_info)
@@ -260,7 +262,7 @@ class WeightTransferEngine:
         for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
             worker.weights |= room
             self.applied.update(update.names)
-            self.writes += 1
+            self.writes += bool(weights)
             worker.copy(update.names, weights)
         for worker in self.workers:
             worker.synchronize()  # station 11: the bytes have been read, on every device
@@ -585,54 +587,59 @@ class App:
             for worker in self.engine.workers:
                 for weight in worker.weights.values():
                     weight.view(-1).view(torch.uint8).zero_()
+            self.engine.writes += 1
             return Reply(200, {"status": "reset"})
         raise BadRequest(f"action is checksum, compare or reset, not {action!r}", "body.action")
 
     def completions(self, call: str, request: Request) -> Reply:
         asked = Asked.from_json(request.json(), self.engine.model_name)
         with self.changed:
-            self._await_turn()
-            if why := self.engine.unservable():
-                raise Unavailable(why)
+            self._await_resume()
+            if self.paused is not None:
+                raise Unavailable(f"paused ({self.paused}); POST /resume ends it")
+            self._check_servable()
             if context := getattr(self.engine.workers[0].model, "context", None):
                 asked.check_length(context)
             self.running += 1
         try:
-            rows, finish_reason = self._generate(asked)
-            with self.lock:
-                version = self.engine.weight_version
+            return Reply(200, asked.reply(*self._generate(asked)))
         finally:
             with self.changed:
                 self.running -= 1
                 self.changed.notify_all()
-        return Reply(200, asked.reply(rows, finish_reason, version))
 
-    def _generate(self, asked: Asked) -> tuple[list[Row], str]:
-        """Token after token; the lock is free between two, so that a pause or a sync can come in."""
+    def _generate(self, asked: Asked) -> tuple[list[Row], str, str]:
+        """Rows, finish reason, weight version. The lock is free between two tokens: a pause can come in."""
         rows = [Row(list(prompt)) for prompt in asked.prompts for _ in range(asked.n)]
         generator = torch.Generator()
         generator.manual_seed(asked.seed) if asked.seed is not None else generator.seed()
-        writes = self.engine.writes
+        served = self.engine.writes, self.engine.weight_version
         for _ in range(asked.max_tokens):
             with self.changed:
                 if self.paused == "keep":
-                    self._await_turn()
-                    writes = self.engine.writes  # goes on with the weights of now, as vLLM does
+                    self._await_resume()
+                    self._check_servable()
+                    served = self.engine.writes, self.engine.weight_version  # goes on with those of now
                 if self.paused == "abort":
-                    return rows, "abort"
-                if self.engine.writes != writes:
+                    return rows, "abort", served[1]
+                if self.engine.writes != served[0]:
                     raise Unavailable("the weights changed under the completion; pause before a sync")
                 logits = _next_logits(self.engine.workers[0], rows).float().cpu()
+            if not logits.isfinite().all():
+                raise Unavailable("the weights give logits that are no finite numbers")
             for row, token, logprob in zip(rows, *_sample(logits, asked.temperature, generator), strict=True):
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
-        return rows, "length"
+        return rows, "length", served[1]
 
-    def _await_turn(self) -> None:
-        """Lets a completion go on, queues it (paused with keep), or refuses it (abort, wait)."""
-        self.changed.wait_for(lambda: self.paused != "keep", QUEUE_SECONDS)
-        if self.paused is not None:
-            raise Unavailable(f"paused ({self.paused}); POST /resume ends it")
+    def _await_resume(self) -> None:
+        """Queues a completion while paused with keep; the lock is free meanwhile."""
+        if not self.changed.wait_for(lambda: self.paused != "keep", QUEUE_SECONDS):
+            raise Unavailable(f"paused (keep) for more than {QUEUE_SECONDS} s")
+
+    def _check_servable(self) -> None:
+        if why := self.engine.unservable():
+            raise Unavailable(why)
 
     def models(self, call: str, request: Request) -> Reply:
         model = {"id": self.engine.model_name, "object": "model", "created": 0, "owned_by": "weight-sync"}
@@ -699,7 +706,10 @@ class Asked:
     logprobs: int | None = None
 
     # What OpenAI's clients may send, and the only value of it that is served here.
-    NEUTRAL = {"stream": False, "stop": None, "top_p": 1, "echo": False, "suffix": None, "best_of": None}
+    NEUTRAL = {
+        **{"stream": False, "stop": None, "top_p": 1, "echo": False, "suffix": None, "best_of": 1},
+        **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": None},
+    }
 
     @classmethod
     def from_json(cls, body: Any, model: str) -> Asked:
@@ -707,9 +717,9 @@ class Asked:
         if not isinstance(body, dict):
             raise BadRequest("the body is no object", "body")
         for key, neutral in cls.NEUTRAL.items():
-            if body.get(key, neutral) not in (neutral, None):
+            if body.get(key, neutral) not in (neutral, None, [], "", {}):
                 raise BadRequest(f"{key} {body[key]!r} is not supported by this stub", f"body.{key}")
-        if body.get("model", model) != model:
+        if body.get("model") not in (None, model):
             raise BadRequest(f"the model {body['model']!r} does not exist; {model!r} does", "body.model")
         prompt = body.get("prompt")
         many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
@@ -759,7 +769,7 @@ def row_logprobs(row: Row) -> dict[str, Any]:
         "tokens": [_text([token]) for token in row.tokens],
         "token_logprobs": row.logprobs,
         "top_logprobs": None,
-        "text_offset": list(range(len(row.tokens))),
+        "text_offset": [len(_text(row.tokens[:at])) for at in range(len(row.tokens))],
     }
 
 
@@ -798,7 +808,10 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> t
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        scaled = (
+            logits - logits.max(-1, keepdim=True).values
+        ).double() / temperature  # at most 0: no overflow
+        tokens = torch.multinomial(scaled.softmax(-1), 1, generator=generator)[:, 0]
     return tokens.tolist(), logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -116,13 +116,17 @@ class Rollouts(NamedTuple):
 def sample(client: HTTPWeightSyncClient, seed: int) -> Rollouts:
     asked = {"prompt": PROMPTS, "n": GROUP, "max_tokens": MAX_TOKENS, "logprobs": 0, "seed": seed}
     answer = client.call("v1/completions", asked)
-    choices = answer["choices"]
-    return Rollouts(
-        [list(prompt.encode()) for prompt in PROMPTS for _ in range(GROUP)],
-        torch.tensor([choice["token_ids"] for choice in choices]),
-        torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices]),
-        answer["weight_version"],
-    )
+    try:
+        return Rollouts(
+            [list(prompt.encode()) for prompt in PROMPTS for _ in range(GROUP)],
+            torch.tensor([choice["token_ids"] for choice in answer["choices"]]),
+            torch.tensor([choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]),
+            answer["weight_version"],
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise SyncError(
+            f"v1/completions: the server answered without tokens and log-probabilities: {exc!r}"
+        ) from None
 
 
 def logprobs_of(model: torch.nn.Module, rollouts: Rollouts, device: torch.device) -> Tensor:
@@ -231,7 +235,10 @@ class HTTPWeightSyncClient:
 
     def checksums(self) -> dict[str, str]:
         """sha256 of each parameter the server holds, by `dp0:pp0:pcp0:tp0:<name>`."""
-        return self.call("weight_checker", {"action": "checksum"})["checksums"]
+        checksums = self.call("weight_checker", {"action": "checksum"}).get("checksums")
+        if not isinstance(checksums, dict):
+            raise SyncError("weight_checker: the server answered without checksums")
+        return checksums
 
     def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
         """One request, one answer: the JSON object of a 2xx."""
@@ -242,11 +249,11 @@ class HTTPWeightSyncClient:
             reply = self._http.request(
                 method, f"{self.url}/{path}", json=body, timeout=self.timeout, allow_redirects=False
             )
-        except requests.RequestException as exc:
+        except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
             raise SyncError(f"{path}: {self._no_answer(exc)}") from None
         self._answered_at = time.monotonic()
-        if not reply.ok:
+        if not 200 <= reply.status_code < 300:
             self._http.close()  # vLLM closes it after a 500, and does not say so
             raise SyncError(
                 f"{path}: the server answered {reply.status_code}: {_reason(reply)}", reply.status_code
@@ -259,12 +266,14 @@ class HTTPWeightSyncClient:
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
         return answer
 
-    def _no_answer(self, exc: requests.RequestException) -> str:
+    def _no_answer(self, exc: Exception) -> str:
         if isinstance(exc, requests.Timeout):
             return f"no answer from {self.url} within {self.timeout:g} s"
-        cause: Any = exc
-        while getattr(cause, "reason", None) or (cause.args and isinstance(cause.args[0], Exception)):
-            cause = getattr(cause, "reason", None) or cause.args[0]
+        cause: BaseException = exc
+        while inner := next(
+            (e for e in (getattr(cause, "reason", 0), *cause.args) if isinstance(e, Exception)), None
+        ):
+            cause = inner
         return f"no answer from {self.url}: {cause}"
 
 
@@ -282,7 +291,7 @@ def _reason(reply: requests.Response) -> str:
     try:
         return reply.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return reply.text[:200] or "(empty)"
+        return " ".join(reply.text.split())[:200] or "(empty)"
 
 
 # --- The sync -----------------------------------------------------------------------------------------
@@ -329,17 +338,18 @@ def send_weights(
     lent = {name: _named(name, ipc_codec.wire_form, weight) for name, weight in weights.items()}  # 2
     exports = _export(lent, device)  # 3: the loan begins
     update = _update_info(lent) | {"ipc_handles": exports}  # 4
-    read = False
+    told = read = False
     try:
         _start(client, start_wait, progress)
+        told = True
         client.update_weights(update)  # 5 to 11
         read = True
         client.finish_weight_update(weight_version)  # 12: answered, the loan ends
-    except SyncError as exc:
-        if exc.status is None:
-            progress(f"{len(lent)} tensors stay lent: the server may still read them")
-        elif not read:
+    except BaseException as exc:
+        if not told or (not read and _answered(exc)):
             _settle(exports)  # nobody opened them, and nobody will
+        elif not _answered(exc):
+            progress(f"{len(lent)} tensors stay lent: the server may still read them")
         raise
     finally:
         del lent
@@ -378,7 +388,7 @@ def send_weights_packed(
     except ValueError as exc:
         raise HandleError(str(exc)) from None
     handle = buffer.export()  # 3: once a sync; before it is filled, so its event covers no write
-    read = 0
+    told, read = False, 0
     try:
         _start(client, start_wait, progress)
         for names in chunks:
@@ -386,12 +396,20 @@ def send_weights_packed(
             buffer.fill(chunk.values())  # 2
             buffer.drain()  # 6: the bytes are there before the server is told
             tensor_sizes = [sizes[name] for name in names]
+            told = True
             client.update_weights(_update_info(chunk) | {"ipc_handles": handle, "tensor_sizes": tensor_sizes})
             read += 1  # 11: answered, so the buffer may be filled again
             progress(f"chunk {read}/{len(chunks)}")
         client.finish_weight_update(weight_version)  # 12
     except BaseException as exc:
-        _end_failed_loan(client, buffer, handle, read, exc, progress)
+        if not told or (not read and _answered(exc)):
+            _settle([handle])  # nobody opened it, and nobody will
+        elif _answered(exc):
+            with contextlib.suppress(SyncError):
+                client.shutdown_weight_transfer_engine()  # releases what the server had opened
+        if any(ipc_codec.ref_count(args) for args in handle.values()):
+            buffer.abandon()
+            progress(f"a buffer of {buffer.capacity_bytes:,} bytes stays lent: the server may still read it")
         raise
     finally:
         ipc_codec.ipc_collect()
@@ -433,24 +451,9 @@ def _settle(exports: list[ipc_codec.Handle]) -> None:
             ipc_codec.settle(args)
 
 
-def _end_failed_loan(
-    client: HTTPWeightSyncClient,
-    buffer: PackedBuffer,
-    handle: ipc_codec.Handle,
-    read: int,
-    exc: BaseException,
-    progress: Progress,
-) -> None:
-    """Takes the buffer back after a failed packed sync, or leaves it to the server that may still read it."""
-    answered = not isinstance(exc, SyncError) or exc.status is not None
-    if answered and not read:
-        _settle([handle])  # nobody opened it, and nobody will
-    elif answered and isinstance(exc, SyncError):
-        with contextlib.suppress(SyncError):
-            client.shutdown_weight_transfer_engine()  # releases what the server had opened
-    if any(ipc_codec.ref_count(args) for args in handle.values()):
-        buffer.abandon()
-        progress(f"a buffer of {buffer.capacity_bytes:,} bytes stays lent: the server may still read it")
+def _answered(exc: BaseException) -> bool:
+    """Whether no request is under way: the server answered, or was not asked."""
+    return exc.status is not None if isinstance(exc, SyncError) else isinstance(exc, Exception)
 
 
 def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) -> None:
@@ -466,7 +469,7 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
         except SyncError as exc:
             if exc.status != 500:
                 raise
-            refusal = exc
+            refusal = str(exc)
         left = deadline - time.monotonic()
         if left <= 0:
             break
@@ -476,7 +479,7 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     try:
         client.finish_weight_update()
     except SyncError:
-        raise refusal from None  # none was open: start has another reason
+        raise SyncError(refusal, 500) from None  # none was open: start has another reason
     client.start_weight_update()
 
 
@@ -494,6 +497,8 @@ def verify(client: HTTPWeightSyncClient, weights: Mapping[str, Tensor], send_aga
     tensors: then the same weights, sent once more, must give the same checksums.
     """
     held = client.checksums()
+    if weights and not held:
+        raise SyncError("the server holds no weights")
     by_name: dict[str, set[str]] = {}
     for key, value in held.items():
         by_name.setdefault(key.split(":", 4)[-1], set()).add(value)
@@ -520,18 +525,25 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Tensor]:
         return {name: weight for part in parts for name, weight in part.items()}
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+    place = "cpu" if device.type == "cpu" else str(device)  # torch knows one CPU only
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file
         except ImportError:
             raise ValueError(f"{path} needs `pip install safetensors`") from None
-        return load_file(path, device="cpu" if device.type == "cpu" else str(device))
+        load: Callable[[], Any] = functools.partial(load_file, path, device=place)
+    else:
+        load = functools.partial(torch.load, path, map_location=place, weights_only=True)
     try:
-        place = "cpu" if device.type == "cpu" else device  # torch knows one CPU only
-        state = torch.load(path, map_location=place, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as exc:
-        raise ValueError(f"{path} is no state dict that torch.load(weights_only=True) reads: {exc}") from None
-    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
+        state = load()
+    except Exception as exc:  # whatever a damaged or hostile file makes them raise
+        why = str(exc).strip().splitlines()[:1]
+        raise ValueError(
+            f"{path} is no checkpoint that can be read ({type(exc).__name__}: {''.join(why)})"
+        ) from None
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(weight, Tensor) for name, weight in state.items()
+    ):
         raise ValueError(f"{path} is no plain state dict: a dict of names and tensors")
     return state
 
@@ -572,7 +584,8 @@ def _listening_url(child: subprocess.Popen[bytes]) -> str:
     ready, _, _ = select.select([child.stdout], [], [], SERVER_START_SECONDS)
     line = child.stdout.readline().decode() if ready else ""
     if not line.startswith("listening on "):
-        raise SyncError(f"the server did not start within {SERVER_START_SECONDS:g} s: {line or 'no output'}")
+        late = f"said nothing for {SERVER_START_SECONDS:g} s"
+        raise SyncError(f"the server did not start: it {'ended' if ready else late}")
     return line.removeprefix("listening on ").strip()
 
 
@@ -634,7 +647,10 @@ def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, d
 def run(options: argparse.Namespace) -> None:
     """Raises SyncError, HandleError or ValueError."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if options.device == "auto" else options.device)
+    try:
+        device = torch.device(auto if options.device == "auto" else options.device)
+    except RuntimeError:
+        raise ValueError(f"--device {options.device!r} is none of auto, cpu, cuda, cuda:1") from None
     spawned = spawned_server(str(device)) if options.spawn_server else contextlib.nullcontext(options.url)
     with spawned as url:
         client = HTTPWeightSyncClient(url, options.timeout)
