@@ -402,7 +402,7 @@ class Witness:
         self.chunk = opened
         for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
             exports = worker.lent_to_me(handles[at])
-            seen = {"arrival": ipc_codec.digests(weights), "before": list(map(ipc_codec.ref_count, exports))}
+            seen = {"arrival": ipc_codec.digests(weights), "before": _counters(exports, self.loans[at])}
             self.seen[at] |= {**seen, "unopened": "", "misfit": ""}
             if not worker.session.packed:
                 loans = zip(update.names, exports, weights, strict=True)
@@ -425,7 +425,7 @@ class Witness:
                 "names": [loan.name for loan in loans],
                 "reply": [loan.digest for loan in lent],
                 "finish": ipc_codec.digests(loan.weight for loan in lent if loan.weight is not None),
-                "held": [ipc_codec.ref_count(loan.args) for loan in loans],
+                "held": _counters([loan.args for loan in loans], []),
             }
 
     def finished(self) -> None:
@@ -444,6 +444,22 @@ class Witness:
         for at, exports in enumerate(self.refused):
             self.seen[at]["left"] = list(map(ipc_codec.ref_count, exports))
             exports.clear()
+
+
+def _counters(exports: Sequence[Any], loans: Sequence[Loan]) -> list[int | None]:
+    """Reference counters; None where the storage is open already: then torch releases the export at once."""
+    storages = {_storage(loan.args) for loan in loans if loan.args not in exports}
+    counts: list[int | None] = []
+    for args in exports:
+        storage = _storage(args)
+        counts.append(None if storage in storages else ipc_codec.ref_count(args))
+        storages.add(storage)
+    return counts
+
+
+def _storage(args: Any) -> tuple[Any, Any]:
+    named = ipc_codec.IpcArgs(*args)
+    return named.storage_handle, named.storage_offset_bytes
 
 
 def _without_pickles(body: Any) -> Any:

@@ -541,7 +541,7 @@ def test_an_unknown_path_is_404(client, method, path):
 
 READS = {INIT: "init_info", UPDATE: "update_info"}
 READS |= {"/update_weight_version": "new_version", "/weight_checker": "action"}
-EMPTY_UPDATE = {
+EMPTY_UPDATE: dict = {
     "names": [], "dtype_names": [], "shapes": [],
     "ipc_handles_pickled": ipc_codec.encode_handles([]), "tensor_sizes": None,
 }  # fmt: skip
@@ -569,7 +569,7 @@ def test_no_body_is_400_and_names_the_field(client, path, content_type):
 
 
 NO_DICT = [None, 5, True, "text", ["x"]]
-NO_TEXT = [None, 5, True, ["x"], {}]
+NO_TEXT: list = [None, 5, True, ["x"], {}]
 WRONG_TYPES = [(path, value) for path in (INIT, UPDATE) for value in NO_DICT]
 WRONG_TYPES += [(path, value) for path in ("/update_weight_version", "/weight_checker") for value in NO_TEXT]
 
@@ -920,7 +920,7 @@ KINDS = {
     "tied": lambda: dict.fromkeys(["embed", "head"], noise(torch.float32, 3, 4)),
     "parameter": lambda: in_order(torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.zeros(3))),
 }
-KINDS |= {str(dtype): lambda dtype=dtype: noises(dtype, (2, 4)) for dtype in DTYPES}
+KINDS |= {str(dtype): lambda dtype=dtype: noises(dtype, (2, 4)) for dtype in DTYPES}  # type: ignore[misc]
 
 
 @both_modes
@@ -1855,7 +1855,7 @@ def test_a_foreign_browser_origin_is_403(client, path):
 
 
 OPTIONS = ["host", "port", "device", "data-parallel-size", "model"]
-OPTIONS += ["strict", "hold-seconds", "transcript", "forward", "judge"]
+OPTIONS += ["strict", "hold-seconds", "transcript", "judge"]
 
 
 def test_help_lists_every_option_of_the_design():

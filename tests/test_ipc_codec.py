@@ -781,7 +781,7 @@ def refused_in(payload: bytes, megabytes: float) -> str:
         start = time.process_time()
         with pytest.raises(HandleError) as refused:
             ipc_codec.decode_handles(text)
-        assert time.process_time() - start < 2
+        assert time.process_time() - start < 6
         assert tracemalloc.get_traced_memory()[1] < megabytes * 1e6
     finally:
         tracemalloc.stop()
@@ -912,7 +912,7 @@ def test_megabytes_of(flood):
     start = time.process_time()
     with pytest.raises(HandleError):
         ipc_codec.decode_handles(text)
-    assert time.process_time() - start < 2, len(text)
+    assert time.process_time() - start < 6, len(text)
 
 
 def doubled(levels: int) -> bytes:
