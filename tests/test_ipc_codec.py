@@ -171,13 +171,17 @@ def peer(device):
 @pytest.fixture(autouse=True)
 def nothing_stays_lent():
     """Every test ends with all its exports released or settled, and every file unlinked."""
+    gc.collect()
+    ipc_codec.ipc_collect()
+    lent_before, files_before = set(ipc_codec._lent), our_files()  # of other files' tests
     yield
     gc.collect()
     ipc_codec.ipc_collect()
-    still_lent = len(ipc_codec._lent)
-    ipc_codec._lent.clear()  # one test's fault is not the next one's
-    assert still_lent == 0
-    left = our_files() - {name.decode()[1:] for name in ipc_codec._counter_files}
+    still_lent = set(ipc_codec._lent) - lent_before
+    for where in still_lent:
+        del ipc_codec._lent[where]  # one test's fault is not the next one's
+    assert not still_lent
+    left = our_files() - files_before - {name.decode()[1:] for name in ipc_codec._counter_files}
     assert len(left) <= torch.cuda.is_initialized()  # torch keeps one file for CUDA's own counters
 
 
