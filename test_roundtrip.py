@@ -35,7 +35,7 @@ import ipc_codec
 ROOT = Path(ipc_codec.__file__).resolve().parent
 GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 JSON = "application/json"
-NO_BODY = object()
+NO_BODY = type("NoBody", (), {"__repr__": lambda self: "NO_BODY"})()  # one name in every process
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, SHUTDOWN = "/finish_weight_update", "/shutdown_weight_transfer_engine"
 
