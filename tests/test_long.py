@@ -1,4 +1,4 @@
-"""What only shows in size or over time: `pytest -m long`. Without a GPU the sizes are small."""
+"""What only shows in size or over time: `pytest -m long -n 0`. Without a GPU the sizes are small."""
 
 import gc
 import json
