@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import collections
 import ctypes
 import hashlib
 import itertools
@@ -115,7 +116,7 @@ def gpu_uuid(device: torch.device | str) -> str:
 
 def checksum(tensor: torch.Tensor) -> str:
     """sha256, in hex, of a tensor's bytes in row-major order."""
-    flat = wire_form(tensor).reshape(-1).view(torch.uint8).cpu()
+    flat = _bytes_of(wire_form(tensor)).cpu()
     return hashlib.sha256((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).hexdigest()
 
 
@@ -124,8 +125,13 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
 
     Equal bytes have equal sums, and a witness compares no others: it is no hash for an adversary.
     """
-    sums = [_weighted_sum(dense(tensor).contiguous().reshape(-1).view(torch.uint8)) for tensor in tensors]
+    sums = [_weighted_sum(_bytes_of(dense(tensor).contiguous())) for tensor in tensors]
     return [int(total) for total in sums]
+
+
+def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
+    """Its bytes, no copy. One element may have any stride and be contiguous: torch would not view it."""
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 ROW, ROWS = 8192, 512  # words: what is multiplied at once (32 MB) stays in the device's cache
@@ -726,7 +732,8 @@ def ipc_collect() -> None:
 _lock = threading.RLock()  # re-entrant: a release can run inside any allocation of the same thread
 _lent: dict[_Counter, torch.UntypedStorage] = {}  # keeps what is lent alive, as CUDA's limbo does
 _counter_files: dict[bytes, torch.Tensor] = {}  # int64, [SLOTS]; torch unlinks the file with us
-_free_slots: list[_Counter] = []
+# The longest free first: a slot that is taken again at once would speak for the export before.
+_free_slots: collections.deque[_Counter] = collections.deque()
 
 
 @atexit.register
@@ -764,8 +771,8 @@ def _take_slot() -> _Counter:
         counters = torch.zeros(SLOTS, dtype=torch.int64)
         name = _share(counters.untyped_storage())
         _counter_files[name] = counters
-        _free_slots.extend(_Counter(name, slot) for slot in reversed(range(SLOTS)))
-    where = _free_slots.pop()
+        _free_slots.extend(_Counter(name, slot) for slot in range(SLOTS))
+    where = _free_slots.popleft()
     _counter_files[where.name][where.slot] = 1
     return where
 
@@ -825,7 +832,7 @@ class PackedBuffer:
         """
         if self._bytes is None:
             raise HandleError("the buffer was abandoned; export it anew first")
-        pieces = [wire_form(tensor).reshape(-1).view(torch.uint8) for tensor in tensors]
+        pieces = [_bytes_of(wire_form(tensor)) for tensor in tensors]
         total = sum(piece.numel() for piece in pieces)
         if total > self.capacity_bytes:
             raise HandleError(f"{total} bytes do not fit into a packed buffer of {self.capacity_bytes}")

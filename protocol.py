@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 VLLM = "0.33.0"  # every `source` that names a line means a line of this release
 
@@ -76,6 +76,7 @@ NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
 ARGS = 15
 TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET, DTYPE, STORAGE_HANDLE, STORAGE_OFFSET = 1, 2, 3, 5, 7, 9
 REQUIRES_GRAD, COUNTER, SLOT = 10, 11, 12
+Slot = tuple[str, str, int]  # uuid, counter file, slot: one a export
 
 MUST = "MUST"  # the document says it; broken, it is refused by vLLM or gives wrong weights
 SHOULD = "SHOULD"  # the field learned it; vLLM lets it pass
@@ -143,6 +144,7 @@ class UpdateInfo:
     ipc_handles: Any = None
     unknown: tuple[str, ...] = ()
     handles: Any = None
+    rank_local: bool = False  # an entry of a list: its chunks end with other workers' chunks
 
     WIRE = ("names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes", "ipc_handles")
 
@@ -196,6 +198,12 @@ class UpdateInfo:
     def args(self) -> list[tuple[int, str, str, Sequence[Any]]]:
         """Those entries that have fifteen values."""
         return [entry for entry in self.entries if _is_list(entry[3]) and len(entry[3]) == ARGS]
+
+    @cached_property
+    def slots(self) -> list[tuple[str, Slot]]:
+        """(whose handle, the slot of its reference counter): of two alike the export is one."""
+        named = [(label, (uuid, args[COUNTER], args[SLOT])) for _at, label, uuid, args in self.args]
+        return [(label, slot) for label, slot in named if isinstance(slot[1], str) and type(slot[2]) is int]
 
 
 def _strings(value: Any) -> bool:
@@ -255,7 +263,7 @@ def worker_entries(update_info: Mapping[str, Any] | Sequence[Any], workers: int)
         return [UpdateInfo.from_json(update_info)] * workers
     if len(update_info) < workers:
         raise Refused(RULES["rank-local.counted"], f"{len(update_info)} entries for {workers} workers")
-    return [UpdateInfo.from_json(entry) for entry in update_info[:workers]]
+    return [replace(UpdateInfo.from_json(entry), rank_local=True) for entry in update_info[:workers]]
 
 
 # --- Sequence ---------------------------------------------------------------------------------------
@@ -309,6 +317,7 @@ class Session:
     packed: bool = False
     initialized: bool = False
     sent: set[str] = field(default_factory=set)  # names that the open sync has carried
+    slots: set[Slot] = field(default_factory=set)  # of the exports that it has carried unpacked
     filled: int | None = None  # bytes of its last packed chunk
 
     def forbids(self, call: str) -> Refused | None:
@@ -336,9 +345,13 @@ class Session:
             self.packed, self.initialized = bool(message.packed), True
         if ok and isinstance(message, UpdateInfo) and _strings(message.names):
             self.sent.update(message.names)
-            self.filled = sum(message.sizes)
+            if not self.packed:
+                self.slots.update(slot for _label, slot in message.slots)
+            elif message.sizes:
+                self.filled = sum(message.sizes)
         if ok and call == "start_weight_update":
             self.sent.clear()
+            self.slots.clear()
             self.filled = None
 
 
@@ -735,14 +748,12 @@ def _share_a_slot(handles: list[Any]) -> list[Any]:
 @rule("unpacked.own-export", SHOULD, "never", "torch: one reduce_tensor pays for one open and release")
 @broken_by(_change("ipc_handles_pickled", _share_a_slot))
 def _(update: UpdateInfo, session: Session) -> str:
-    """no reference-counter slot is in two handles of an update"""
-    slots: set[tuple[str, str, int]] = set()
-    for _at, label, uuid, args in update.args:
-        if isinstance(args[COUNTER], str) and type(args[SLOT]) is int:
-            slot = (uuid, args[COUNTER], args[SLOT])
-            if slot in slots:
-                return f"{label}: the slot of another handle"
-            slots.add(slot)
+    """unpacked, no reference-counter slot is in two handles of a sync"""
+    slots: set[Slot] = set()
+    for label, slot in update.slots:
+        if slot in slots or slot in session.slots:
+            return f"{label}: the slot of another handle"
+        slots.add(slot)
     return ""
 
 
@@ -752,7 +763,7 @@ def _extents(update: UpdateInfo) -> dict[tuple[Any, ...], list[tuple[int, int, s
     for _at, label, uuid, args in update.args:
         dtype, size, stride, offset = (args[at] for at in (DTYPE, TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET))
         item = DTYPE_BYTES.get(dtype.removeprefix("torch."), 0) if isinstance(dtype, str) else 0
-        if not (item and _is_sizes(size) and _is_sizes(stride) and type(offset) is int):
+        if not (item and _is_shape(size) and _is_shape(stride) and type(offset) is int):
             continue
         row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
         if 0 in size or any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
@@ -886,6 +897,7 @@ def _(update: UpdateInfo, session: Session) -> str:
     sizes = [args[TENSOR_SIZE] for _at, _label, _uuid, args in update.args]
     if (
         session.filled is None
+        or update.rank_local
         or not update.sizes
         or not sizes
         or not _is_sizes(sizes[0])
@@ -895,6 +907,11 @@ def _(update: UpdateInfo, session: Session) -> str:
     closed_early = session.filled + update.sizes[0] <= sizes[0][0] // 2
     seen = f"{session.filled} bytes in a buffer of {sizes[0][0]}, then {update.names[0]} of {update.sizes[0]}"
     return seen if closed_early else ""
+
+
+def _said(evidence: Evidence, key: str) -> str:
+    said = evidence.seen.get(key) or ""
+    return " ".join(said.split()) if isinstance(said, str) else reprlib.repr(said)
 
 
 LOAN = 'ipc.md, "Trainer Without vLLM over HTTP"'
@@ -926,13 +943,13 @@ def _(evidence: Evidence, session: Session) -> str:
 @witness_rule("handle.opens", MUST, "torch's rebuild_cuda_tensor", "unopened")
 def _(evidence: Evidence, session: Session) -> str:
     """a handle's arguments are torch's, lie inside their storage, and can be opened on this host"""
-    return str(evidence.seen.get("unopened") or "")
+    return _said(evidence, "unopened")
 
 
 @witness_rule("weights.fit", MUST, "vLLM's load_weights", "misfit")
 def _(evidence: Evidence, session: Session) -> str:
     """names, dtypes and shapes are those of the server's model"""
-    return str(evidence.seen.get("misfit") or "")
+    return _said(evidence, "misfit")
 
 
 @witness_rule(
@@ -986,6 +1003,12 @@ for _id, _level, _refused, _source, _text, _call in (
 
 MESSAGE_RULES: dict[str, list[Rule]] = {}
 WITNESS_RULES: dict[str, list[Rule]] = {}
+ABOUT_HANDLES = {  # what is not known of an update whose handles nobody has described
+    *(id for id in RULES if id.startswith("handle.")),
+    *("handles.decodable", "handles.form", "unpacked.handles-counted", "unpacked.handle-matches"),
+    *("unpacked.own-export", "unpacked.tied-in-pairs", "unpacked.overlap-alike"),
+    *("packed.buffer-form", "packed.within-buffer", "packed.chunk-full"),
+}
 for _rule in RULES.values():
     if _rule.check is not None:
         (WITNESS_RULES if _rule.evidence else MESSAGE_RULES).setdefault(_rule.call, []).append(_rule)
@@ -1022,7 +1045,7 @@ def check(exchanges: Iterable[Mapping[str, Any]], exercised: set[str] | None = N
     """
     lines = iter(exchanges)
     header = next(lines, {})
-    if any(header.get(key) != value for key, value in TRANSCRIPT.items()):
+    if not isinstance(header, Mapping) or any(header.get(key) != value for key, value in TRANSCRIPT.items()):
         raise ValueError(f"the first line is no transcript's header: {reprlib.repr(header)}")
     uuids: Any = header.get("uuids") if _strings(header.get("uuids")) else []
     judge = _Judge(
@@ -1043,10 +1066,10 @@ class _Judge:
     last: tuple[int, str, int] = (0, "", 0)
     ended: float = 0.0
 
-    def hear(self, at: int, line: Mapping[str, Any]) -> None:
-        call, status = line.get("call"), line.get("status")
+    def hear(self, at: int, line: Any) -> None:
+        call, status = (line.get("call"), line.get("status")) if isinstance(line, Mapping) else (None, None)
         if call not in CALLS or type(status) is not int:
-            raise ValueError(f"line {at} has no call and status of a transcript: {reprlib.repr(dict(line))}")
+            raise ValueError(f"line {at} has no call and status of a transcript: {reprlib.repr(line)}")
         self.last = (at, call, status)
         self._time(line)
         try:
@@ -1055,8 +1078,8 @@ class _Judge:
             self._find([Refused(RULES["body.envelope"], str(exc))])
             return
         self.exercised.add("body.envelope")
-        if status == 400:
-            self._find([Refused(RULES["refusal.explained"], str(line.get("error")))], party="unclear")
+        if status == 400 and isinstance(line.get("body"), str):
+            self._find([Refused(RULES["body.envelope"], line["body"])])
             return
         refusal = self.sessions[0].forbids(call)
         self.exercised |= {
@@ -1064,12 +1087,16 @@ class _Judge:
         }
         broken = [refusal] if refusal else self._content(call, given, line)
         self._find(broken)
-        if status >= 500 and not broken:
-            self._find([Refused(RULES["refusal.explained"], str(line.get("error")))], party="unclear")
+        if not self._succeeded and not broken:
+            self._find([Refused(RULES["refusal.explained"], _one_line(line.get("error")))], party="unclear")
+
+    @property
+    def _succeeded(self) -> bool:
+        return 200 <= self.last[2] < 300
 
     def _time(self, line: Mapping[str, Any]) -> None:
         began, ended = line.get("began"), line.get("ended")
-        if isinstance(began, (int, float)) and isinstance(ended, (int, float)):
+        if _is_time(began) and _is_time(ended):
             self.exercised.add("call.one-in-flight")
             if began < self.ended:
                 seen = f"it came {self.ended - began:.3f} s before the answer to another"
@@ -1095,14 +1122,23 @@ class _Judge:
             )
             for refusal in [*found, *session.broken_rules(call, evidence)]:
                 broken.setdefault(refusal.rule.id, refusal)
-            self._exercise(call, session, evidence)
+            self._exercise(call, session, message, evidence)
             others.append(evidence.seen.get("arrival"))
-            session.settle(call, message, ok=self.last[2] == 200)
+            if self.last[2] != 400:  # which leaves the session as it was
+                session.settle(call, message, ok=self._succeeded)
         return list(broken.values())
 
-    def _exercise(self, call: str, session: Session, evidence: Evidence) -> None:
-        for rule in MESSAGE_RULES.get(call, []) + WITNESS_RULES.get(call, []):
-            if rule.applies(session) and (not rule.evidence or rule.evidence in evidence.seen):
+    def _exercise(self, call: str, session: Session, message: Any, evidence: Evidence) -> None:
+        """The rules that this exchange could have broken; not those about what nobody has seen."""
+        update = message if isinstance(message, UpdateInfo) else None
+        silent = ABOUT_HANDLES if update and update.handles is None else set()
+        silent = silent if update and update.rank_local else silent | {"rank-local.counted"}
+        rules = MESSAGE_RULES.get(call, []) if update or call != "update_weights" else []
+        self.exercised |= {rule.id for rule in rules if rule.applies(session)} - silent
+        for rule in WITNESS_RULES.get(call, []):
+            value = evidence.seen.get(rule.evidence)
+            there = any(item is not None for item in value) if isinstance(value, list) else value is not None
+            if there and (evidence.others or rule.id != "workers.same-bytes"):
                 self.exercised.add(rule.id)
 
     def _find(self, broken: Iterable[Refused], party: str = "") -> None:
@@ -1114,7 +1150,7 @@ class _Judge:
             refuses = rule.refused_by_vllm == "always" or (
                 rule.refused_by_vllm == "packed" and self.sessions[0].packed
             )
-            if rule.level == MUST and refuses and status == 200:
+            if rule.level == MUST and refuses and self._succeeded:
                 self.findings.append(Finding(at, call, "server", rule, "let in what vLLM refuses", status))
 
     def conclude(self) -> list[Finding]:
@@ -1123,6 +1159,14 @@ class _Judge:
         elif "finish.after-start" in self.exercised:
             self.exercised.add("sync.finished")
         return self.findings
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) < 1e15  # false for what is no number
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(value.split()) if isinstance(value, str) else reprlib.repr(value)
 
 
 def _shown(entries: list[UpdateInfo], given: Any, line: Mapping[str, Any]) -> list[UpdateInfo]:
@@ -1151,6 +1195,9 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         if not all(isinstance(line, dict) for line in lines) or len(lines) < 2:
             raise ValueError("it has no exchange")
         findings = check(lines, exercised)
+    except RecursionError:
+        out(f"{path}: cannot be judged: it is nested too deeply")
+        return 2
     except (OSError, ValueError) as exc:
         out(f"{path}: cannot be judged: {exc}")
         return 2
@@ -1263,7 +1310,7 @@ def main() -> int:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a transcript to judge")
     parser.add_argument("--strict", action="store_true", help="count SHOULD as well")
     options = parser.parse_args()
-    if options.file:
+    if options.file is not None:
         return verdict(options.file, options.strict)
     print(rules_as_markdown())
     return 0

@@ -31,7 +31,8 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -207,9 +208,9 @@ class WeightTransferEngine:
 
     def start_weight_update(self) -> str:
         messages = [None] * len(self.workers)
-        if self.witness:
-            self.witness.started()
         with self._session("start_weight_update", messages):
+            if self.witness:
+                self.witness.started()
             self._judge("start_weight_update", messages)
         return ""
 
@@ -220,7 +221,7 @@ class WeightTransferEngine:
             updates += protocol.worker_entries(update_info, len(self.workers))
             handles = self._decode(updates)
             if self.witness:
-                self.witness.decoded(update_info, updates)
+                self.witness.decoded(update_info, updates, handles)
             self._judge("update_weights", updates)
             self._load(updates, handles)
         count = len(updates[0].rows)
@@ -279,7 +280,7 @@ class WeightTransferEngine:
             return opened, [w.make_room(u) for w, u in zip(self.workers, updates, strict=True)]
         except ValueError as exc:
             if self.witness:
-                self.witness.not_taken(exc, handles)
+                self.witness.not_taken(exc)
             raise
         except (RuntimeError, MemoryError) as exc:
             raise ValueError(f"the device could not take the update: {exc}") from exc
@@ -352,6 +353,7 @@ class Loan:
     name: str
     args: Any
     weight: Tensor | None  # None where it is the packed buffer: its loan ends with each reply
+    counted: bool  # whether its counter says something: it was 1 when it came, and it is still open
     digest: int | None = None  # at the reply
 
 
@@ -366,7 +368,7 @@ class Witness:
         self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
-        self.refused: list[list[Any]] = [[] for _ in workers]  # exports of refused updates
+        self.refused: list[Any] = []  # exports of refused updates, of all workers
         self.take()
         self._line(
             {**protocol.TRANSCRIPT, "digest": "ipc_codec.digests", "uuids": [w.session.uuid for w in workers]}
@@ -376,6 +378,7 @@ class Witness:
         """What was seen since the last call of this, for the line of one exchange."""
         taken = {"handles": getattr(self, "handles", None), "seen": {"workers": getattr(self, "seen", [])}}
         self.handles: Any = None
+        self.came: list[Any] = []  # exports of the running update
         self.seen: list[dict[str, Any]] = [{} for _ in self.workers]
         return taken
 
@@ -388,27 +391,38 @@ class Witness:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self.file.flush()
 
-    def decoded(self, update_info: Any, updates: Sequence[UpdateInfo]) -> None:
+    def decoded(self, update_info: Any, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> None:
+        self.came = list(_exports({id(found): found for found in handles}.values()))
         each = [update.handles for update in updates]
         self.handles = each if isinstance(update_info, list) else each[0]
 
-    def not_taken(self, exc: ValueError, handles: Sequence[Any]) -> None:
+    def not_taken(self, exc: ValueError) -> None:
         self.seen[0]["misfit" if isinstance(exc, Misfit) else "unopened"] = str(exc)
-        self.refused = [worker.lent_to_me(found) for worker, found in zip(self.workers, handles, strict=True)]
 
     def opened(
         self, updates: Sequence[UpdateInfo], handles: Sequence[Any], opened: list[list[Tensor]]
     ) -> None:
-        self.chunk = opened
+        self.chunk = []
         for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
             exports = worker.lent_to_me(handles[at])
-            seen = {"arrival": ipc_codec.digests(weights), "before": _counters(exports, self.loans[at])}
-            self.seen[at] |= {**seen, "unopened": "", "misfit": ""}
+            before = _counters(exports, self.loans[at])
             if not worker.session.packed:
-                loans = zip(update.names, exports, weights, strict=True)
+                loans = zip(update.names, exports, weights, [count == 1 for count in before], strict=True)
                 self.loans[at] += [Loan(*loan) for loan in loans]
-            elif exports[0] not in [loan.args for loan in self.loans[at]]:
-                self.loans[at].append(Loan("the buffer", exports[0], None))
+            else:
+                buffer = worker.buffer.open(handles[at])  # the slices themselves: an unaligned one was copied
+                weights = list(buffer[: sum(update.sizes)].split(update.sizes)) if update.sizes else []
+                self._lend_buffer(self.loans[at], exports[0], before[0] == 1)
+            self.chunk.append(weights)
+            seen = {"arrival": ipc_codec.digests(weights), "before": before}
+            self.seen[at] |= {**seen, "unopened": "", "misfit": ""}
+
+    @staticmethod
+    def _lend_buffer(loans: list[Loan], args: Any, counted: bool) -> None:
+        if args not in [loan.args for loan in loans]:
+            for loan in loans:
+                loan.counted &= loan.weight is not None  # the mapping of an older buffer was released
+            loans.append(Loan("the buffer", args, None, counted))
 
     def read(self) -> None:
         for at, weights in enumerate(self.chunk):
@@ -420,12 +434,16 @@ class Witness:
 
     def finishing(self) -> None:
         for at, loans in enumerate(self.loans):
-            lent = [loan for loan in loans if loan.weight is not None]
+            slots = [(loan.args[protocol.COUNTER], loan.args[protocol.SLOT]) for loan in loans]
+            uses = Counter(slots)  # an export that is used twice is released twice
+            counted = [loan.counted and uses[slot] == 1 for loan, slot in zip(loans, slots, strict=True)]
+            counters = _counters([loan.args for loan in loans], [])
+            digests = iter(ipc_codec.digests(loan.weight for loan in loans if loan.weight is not None))
             self.seen[at] |= {
                 "names": [loan.name for loan in loans],
-                "reply": [loan.digest for loan in lent],
-                "finish": ipc_codec.digests(loan.weight for loan in lent if loan.weight is not None),
-                "held": _counters([loan.args for loan in loans], []),
+                "reply": [loan.digest for loan in loans],
+                "finish": [None if loan.weight is None else next(digests) for loan in loans],
+                "held": [n if known else None for n, known in zip(counters, counted, strict=True)],
             }
 
     def finished(self) -> None:
@@ -437,13 +455,28 @@ class Witness:
     def failed(self) -> None:
         """The session is over: nothing is kept that a failed update, or a chunk before it, has opened."""
         self.chunk = []
+        self.refused, self.came = self.came, []
         for loans in self.loans:
             loans.clear()
 
     def started(self) -> None:
-        for at, exports in enumerate(self.refused):
-            self.seen[at]["left"] = list(map(ipc_codec.ref_count, exports))
-            exports.clear()
+        self.seen[0]["left"] = list(map(_left, self.refused))
+        self.refused = []
+
+
+def _exports(handles: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of every export in decoded handles, whatever is wrong with them."""
+    for found in handles:
+        for handle in found if isinstance(found, list) else [found]:
+            for args in handle.values() if isinstance(handle, dict) else ():
+                yield args[1] if isinstance(args, tuple) and len(args) == 2 else args
+
+
+def _left(args: Any) -> int | None:
+    try:
+        return ipc_codec.ref_count(args)
+    except ipc_codec.HandleError:
+        return None  # the arguments name no counter
 
 
 def _counters(exports: Sequence[Any], loans: Sequence[Loan]) -> list[int | None]:
@@ -462,17 +495,19 @@ def _storage(args: Any) -> tuple[Any, Any]:
     return named.storage_handle, named.storage_offset_bytes
 
 
-def _without_pickles(body: Any) -> Any:
-    """The body as it goes into the transcript: of a handles' text only what is outside base64's alphabet."""
-    if isinstance(body, list):
-        return [_without_pickles(item) for item in body]
-    if not isinstance(body, dict):
-        return body
-    text = body.get("ipc_handles_pickled")
-    changed = {"update_info": _without_pickles(body["update_info"])} if "update_info" in body else {}
-    if isinstance(text, str):
-        changed["ipc_handles_pickled"] = "".join(protocol.NOT_BASE64.findall(text)[:80])
-    return {**body, **changed}
+def _without_pickles(value: Any, key: str = "") -> Any:
+    """The body as it goes into the transcript: of a handles' text only what is outside base64's alphabet.
+
+    So with any long text, wherever it is: it may be one in a wrong place.
+    """
+    if isinstance(value, dict):
+        return {name: _without_pickles(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_pickles(item, key) for item in value]
+    long = len(value) > 80 and key not in ("names", "dtype_names") if isinstance(value, str) else False
+    if long or (isinstance(value, str) and key == "ipc_handles_pickled"):
+        return "".join(protocol.NOT_BASE64.findall(value)[:80])
+    return value
 
 
 # --- The application: routes, statuses, shapes --------------------------------------------------------
@@ -845,6 +880,7 @@ class Request:
         """The body's JSON; None where there is no body. Raises BadRequest, or UnicodeDecodeError."""
         if not self.body:
             return None
+        self.parsed = "(a body that cannot be read)"
         if not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", self.content_type.strip().lower()):
             raise BadRequest(f"the content type is {self.content_type or 'missing'!r}, not JSON's", "body")
         text = self.body.decode("utf-8-sig")
@@ -1024,10 +1060,10 @@ def make_server(options: argparse.Namespace) -> Server:
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     """Runs the trainer against this witness, and judges it. Returns the exit code."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    command = [word.replace("{url}", url) for word in shlex.split(options.judge)]
     try:
+        command = [word.replace("{url}", url) for word in shlex.split(options.judge)] or [""]
         ended = subprocess.run(command, env=os.environ | {"WEIGHT_SYNC_URL": url}).returncode
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
     server.shutdown()
@@ -1039,7 +1075,7 @@ def main() -> str | int | None:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
-    if options.judge:
+    if options.judge is not None:
         options.port = 0
         options.transcript = options.transcript or tempfile.mkstemp(suffix=".jsonl", prefix="weight-sync-")[1]
     try:
@@ -1052,7 +1088,7 @@ def main() -> str | int | None:
     url = f"http://{options.host}:{server.server_port}"
     print(f"listening on {url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt), server:
-        if options.judge:
+        if options.judge is not None:
             return judge(server, url, options)
         server.serve_forever()
     return None

@@ -54,6 +54,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "bf16": torch.tensor([3.0], dtype=torch.bfloat16),
         "transposed": torch.arange(12.0).reshape(3, 4).t(),
         "stepped": torch.arange(20)[3:9:2],
+        "one of a step": torch.arange(2.0)[::2],
+        "empty of a step": torch.empty(0)[::2],
         "expanded": torch.ones(1, 3).expand(4, 3),
         "channels last": torch.arange(48.0).reshape(2, 2, 3, 4).to(memory_format=torch.channels_last),
         "row slice": torch.arange(1000.0).reshape(100, 10)[40:43],
