@@ -280,10 +280,9 @@ def send_broken(t: Trainer, packed: bool, rule: protocol.Rule, change: protocol.
         t.settle()
 
 
-RELEASED_TWICE = "one slot in two handles is released twice, and export.released names the server"
 _breaks: list[Any] = [parameters.values for parameters in UPDATE_BREAKS]
 for _mode, _rule, _at in _breaks:
-    mutant(_rule.id, RELEASED_TWICE if _rule.id == "unpacked.own-export" else "", f"{_mode} {_at}")(
+    mutant(_rule.id, f"{_mode} {_at}")(
         functools.partial(send_broken, packed=_mode == "packed", rule=_rule, change=_rule.breaks[_at])
     )
 
@@ -400,8 +399,7 @@ ENVELOPES: dict[str, tuple[Any, ...]] = {
     "finish not called JSON": (FINISH, {"weight_version": "7"}, "text/plain"),
 }
 for _name, _envelope in ENVELOPES.items():
-    _lost = "of a body that was not read the transcript has null, which is right for a finish: unclear"
-    mutant("body.envelope", _lost if _name.startswith("finish not") else "", _name)(
+    mutant("body.envelope", _name)(
         functools.partial(lambda t, envelope: send_envelope(t, *envelope), envelope=_envelope)
     )
 
