@@ -34,7 +34,8 @@ DEVICES = [
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain).view(torch.uint8)
     return bytes(flat.tolist())
 
 
@@ -173,12 +174,13 @@ def peer(device):
 @pytest.fixture(autouse=True)
 def nothing_stays_lent():
     """Every test ends with all its exports released or settled, and every file unlinked."""
-    gc.collect()
     ipc_codec.ipc_collect()
     lent_before, files_before = set(ipc_codec._lent), our_files()  # of other files' tests
     yield
-    gc.collect()
     ipc_codec.ipc_collect()
+    if set(ipc_codec._lent) - lent_before or our_files() - files_before:
+        gc.collect()  # not after every test: that took half of the run
+        ipc_codec.ipc_collect()
     still_lent = set(ipc_codec._lent) - lent_before
     for where in still_lent:
         del ipc_codec._lent[where]  # one test's fault is not the next one's
