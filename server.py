@@ -481,7 +481,7 @@ def _left(args: Any) -> int | None:
 
 def _counters(exports: Sequence[Any], loans: Sequence[Loan]) -> list[int | None]:
     """Reference counters; None where the storage is open already: then torch releases the export at once."""
-    storages = {_storage(loan.args) for loan in loans if loan.args not in exports}
+    storages = {_storage(loan.args) for loan in loans}
     counts: list[int | None] = []
     for args in exports:
         storage = _storage(args)

@@ -493,6 +493,8 @@ BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def send_bad_arguments(t: Trainer, changes: dict[str, Any]) -> None:
+    if "storage_size_bytes" in changes and t.devices[0].startswith("cuda"):
+        pytest.skip("how much a CUDA handle maps cannot be seen from Python")
     t.begin()
     refused(t.update(with_args(t.unpacked({"a": torch.ones(3)}), **changes)))
     t.settle()
