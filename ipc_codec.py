@@ -156,6 +156,11 @@ def _weighted_sum(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def place(device: torch.device) -> torch.device:
+    """Where tensors of a worker's device are made: torch knows one CPU only, whatever its number here."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def _device(device: torch.device | str) -> torch.device:
     ours = torch.device(device)
     if ours.type not in ("cpu", "cuda"):
@@ -508,8 +513,9 @@ def _pick(handle: Handle, device: torch.device | str) -> Any:
 
 def _rebuild(args: IpcArgs, device: torch.device) -> torch.Tensor:
     if args.storage_size_bytes == 0:
-        place = device if device.type == "cuda" else "cpu"
-        return torch.empty_strided(args.tensor_size, args.tensor_stride, dtype=args.dtype, device=place)
+        return torch.empty_strided(
+            args.tensor_size, args.tensor_stride, dtype=args.dtype, device=place(device)
+        )
     if device.type == "cpu":
         return _open_cpu(args)
     try:
@@ -816,8 +822,7 @@ class PackedBuffer:
         self._bytes: torch.Tensor | None = self._allocate()
 
     def _allocate(self) -> torch.Tensor:
-        place = self.device if self.device.type == "cuda" else "cpu"
-        return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=place)
+        return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=place(self.device))
 
     def export(self) -> Handle:
         """A fresh export of the buffer: `{gpu_uuid: fifteen arguments}`. Once a sync; all chunks carry it."""

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
+GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"  # 1 in the server's environment: decode what was pickled
 VLLM = "0.33.0"  # every `source` that names a line means a line of this release
 
 # The calls of a sync, and what vLLM says when one has succeeded.
@@ -909,15 +910,11 @@ def _(update: UpdateInfo, session: Session) -> str:
     return seen if closed_early else ""
 
 
-def _said(evidence: Evidence, key: str) -> str:
-    said = evidence.seen.get(key) or ""
-    return " ".join(said.split()) if isinstance(said, str) else reprlib.repr(said)
+def _one_line(value: Any) -> str:
+    return " ".join(value.split()) if isinstance(value, str) else reprlib.repr(value)
 
 
-LOAN = 'ipc.md, "Trainer Without vLLM over HTTP"'
-
-
-@witness_rule("loan.until-reply", MUST, LOAN + ": do not overwrite until the call returns", "reply")
+@witness_rule("loan.until-reply", MUST, HTTP + ": do not overwrite until the call returns", "reply")
 def _(evidence: Evidence, session: Session) -> str:
     """what is lent does not change between the request and its reply, on any rank"""
     return evidence.differ("arrival", "reply")
@@ -943,17 +940,17 @@ def _(evidence: Evidence, session: Session) -> str:
 @witness_rule("handle.opens", MUST, "torch's rebuild_cuda_tensor", "unopened")
 def _(evidence: Evidence, session: Session) -> str:
     """a handle's arguments are torch's, lie inside their storage, and can be opened on this host"""
-    return _said(evidence, "unopened")
+    return _one_line(evidence.seen.get("unopened") or "")
 
 
 @witness_rule("weights.fit", MUST, "vLLM's load_weights", "misfit")
 def _(evidence: Evidence, session: Session) -> str:
     """names, dtypes and shapes are those of the server's model"""
-    return _said(evidence, "misfit")
+    return _one_line(evidence.seen.get("misfit") or "")
 
 
 @witness_rule(
-    "loan.until-finish", MUST, LOAN + ": keep every tensor until finish", "finish", "finish_weight_update"
+    "loan.until-finish", MUST, HTTP + ": keep every tensor until finish", "finish", "finish_weight_update"
 )
 def _(evidence: Evidence, session: Session) -> str:
     """a tensor that was lent unpacked does not change before the finish"""
@@ -991,11 +988,11 @@ def _(evidence: Evidence, session: Session) -> str:
 
 # Rules that the judge itself decides: they are about more than one exchange, or about none.
 for _id, _level, _refused, _source, _text, _call in (
-    ("body.envelope", MUST, "always", LOAN,
+    ("body.envelope", MUST, "always", HTTP,
      "a call has the JSON body that the document gives it", "update_weights"),
     ("call.one-in-flight", SHOULD, "never", "vllm #37476",
      "a call is made after the call before it was answered", "update_weights"),
-    ("sync.finished", MUST, "never", LOAN, "a sync that was started is finished", "finish_weight_update"),
+    ("sync.finished", MUST, "never", HTTP, "a sync that was started is finished", "finish_weight_update"),
     ("refusal.explained", MUST, "never", "neither side can be blamed from outside",
      "a refused call breaks a rule", "update_weights"),
 ):  # fmt: skip
@@ -1163,10 +1160,6 @@ class _Judge:
 
 def _is_time(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < 1e15  # false for what is no number
-
-
-def _one_line(value: Any) -> str:
-    return " ".join(value.split()) if isinstance(value, str) else reprlib.repr(value)
 
 
 def _shown(entries: list[UpdateInfo], given: Any, line: Mapping[str, Any]) -> list[UpdateInfo]:

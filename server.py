@@ -42,9 +42,8 @@ from torch import Tensor
 
 import ipc_codec
 import protocol
-from protocol import BadRequest, InitInfo, UpdateInfo, required
+from protocol import GATE, BadRequest, InitInfo, UpdateInfo, required
 
-GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"  # vLLM's name for "yes, decode what the trainer pickled"
 PAUSE_MODES = ("abort", "wait", "keep")
 IDLE_SECONDS = 5  # a kept-alive connection without a request is closed after this, as vLLM does
 BODY_SECONDS = 60  # a body that pauses for longer than this is given up
@@ -68,6 +67,7 @@ class Worker:
 
     def __init__(self, device: torch.device, model: Callable[[], torch.nn.Module] | None = None):
         self.device = device
+        self.place = ipc_codec.place(device)
         self.session = protocol.Session(uuid=ipc_codec.gpu_uuid(device))
         self.buffer = ipc_codec.PackedBufferImporter(device)
         self.weights: dict[str, Tensor] = {}
@@ -79,17 +79,11 @@ class Worker:
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         return model().requires_grad_(False).eval().to(self.place)
 
-    @property
-    def place(self) -> torch.device:
-        """Where tensors are made: torch knows one CPU only, whatever its number here."""
-        return torch.device("cpu") if self.device.type == "cpu" else self.device
-
-    def check(self, update: UpdateInfo, handles: Any) -> None:
-        """Everything that can be said before a device is touched. Raises ValueError."""
+    def check(self, update: UpdateInfo, handles: Any) -> list[ipc_codec.IpcArgs]:
+        """Everything that can be said before a device is touched. The exports; raises ValueError."""
         for name, dtype, shape in update.rows:
             self._check_fit(name, dtype, list(shape))
-        for args in self.lent_to_me(handles):
-            ipc_codec.check_args(args, self.device)
+        return [ipc_codec.check_args(args, self.device) for args in self.lent_to_me(handles)]
 
     def _check_fit(self, name: str, dtype: str, shape: list[int]) -> None:
         held = self.weights.get(name)
@@ -103,7 +97,7 @@ class Worker:
             holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
             raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
 
-    def open(self, update: UpdateInfo, handles: Any) -> list[Tensor]:
+    def open(self, update: UpdateInfo, handles: Any, exports: Sequence[ipc_codec.IpcArgs]) -> list[Tensor]:
         """Station 9: the trainer's tensors, in the order of `names`. They are its memory, not a copy."""
         with _on(self.device):
             if self.session.packed:
@@ -111,8 +105,7 @@ class Worker:
                 shapes = [shape for _name, _dtype, shape in update.rows]
                 return ipc_codec.unpack(self.buffer.open(handles), dtypes, shapes, update.sizes)
             # An export that is named twice is opened once: it pays for one release.
-            opened: dict[Any, Tensor] = {}
-            exports = [ipc_codec.check_args(args, self.device) for args in self.lent_to_me(handles)]
+            opened: dict[ipc_codec.IpcArgs, Tensor] = {}
             for export, handle in zip(exports, handles, strict=True):
                 if export not in opened:
                     opened[export] = ipc_codec.import_handle(handle, self.device)
@@ -201,17 +194,16 @@ class WeightTransferEngine:
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> str:
         info = InitInfo.from_json(init_info)
-        call = "init_weight_transfer_engine"
-        with self._session(call, [info] * len(self.workers)):
-            self._judge(call, [info] * len(self.workers))
+        messages = [info] * len(self.workers)
+        with self._session("init_weight_transfer_engine", messages):
+            self._judge("init_weight_transfer_engine", messages)
         return f"packed {bool(info.packed)}, "
 
     def start_weight_update(self) -> str:
-        messages = [None] * len(self.workers)
-        with self._session("start_weight_update", messages):
+        with self._session("start_weight_update"):
             if self.witness:
                 self.witness.started()
-            self._judge("start_weight_update", messages)
+            self._judge("start_weight_update", [None] * len(self.workers))
         return ""
 
     def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any]) -> str:
@@ -274,9 +266,9 @@ class WeightTransferEngine:
     def _open(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Every worker's view of the trainer's tensors, and memory for the names that are new."""
         try:
-            for worker, update, found in zip(self.workers, updates, handles, strict=True):
-                worker.check(update, found)
-            opened = [w.open(u, h) for w, u, h in zip(self.workers, updates, handles, strict=True)]
+            each = list(zip(self.workers, updates, handles, strict=True))
+            checked = [worker.check(update, found) for worker, update, found in each]
+            opened = [w.open(u, h, exports) for (w, u, h), exports in zip(each, checked, strict=True)]
             return opened, [w.make_room(u) for w, u in zip(self.workers, updates, strict=True)]
         except ValueError as exc:
             if self.witness:
@@ -287,7 +279,7 @@ class WeightTransferEngine:
 
     def finish_weight_update(self, weight_version: str | None = None) -> str:
         """Ends the session: mappings are released, and the version is set if one is given."""
-        with self._session("finish_weight_update", [None] * len(self.workers)):
+        with self._session("finish_weight_update"):
             if self.witness:
                 self.witness.finishing()
             self._release()
@@ -300,24 +292,25 @@ class WeightTransferEngine:
         return ""
 
     def shutdown_weight_transfer_engine(self) -> str:
-        with self._session("shutdown_weight_transfer_engine", [None] * len(self.workers)):
+        with self._session("shutdown_weight_transfer_engine"):
             self._release()
         return ""
 
     def start_draft_weight_update(self) -> str:
         """There is no draft model here; SEQUENCE refuses it in every state."""
-        with self._session("start_draft_weight_update", []):
+        with self._session("start_draft_weight_update"):
             raise AssertionError("SEQUENCE let a draft update in")
 
     @contextlib.contextmanager
-    def _session(self, call: str, messages: Sequence[Any]) -> Iterator[None]:
-        """Lets a call in or refuses it, and records how it ended on every worker."""
+    def _session(self, call: str, messages: Sequence[Any] = ()) -> Iterator[None]:
+        """Lets a call in or refuses it, and records how it ended: with `messages`, one a worker, if any."""
+        nothing = [None] * len(self.workers)
         if refusal := self.workers[0].session.forbids(call):
             raise refusal
         try:
             yield
         except BaseException:
-            self._settle(call, [None] * len(self.workers), ok=False)
+            self._settle(call, nothing, ok=False)
             if call == "update_weights":
                 self.torn |= self.applied
                 self.applied = set()
@@ -325,7 +318,7 @@ class WeightTransferEngine:
                 if self.witness:
                     self.witness.failed()
             raise
-        self._settle(call, messages, ok=True)
+        self._settle(call, messages or nothing, ok=True)
 
     def _settle(self, call: str, messages: Sequence[Any], ok: bool) -> None:
         for worker, message in zip(self.workers, messages, strict=True):
@@ -369,23 +362,24 @@ class Witness:
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
         self.refused: list[Any] = []  # exports of refused updates, of all workers
-        self.take()
+        self._begin()
         self._line(
             {**protocol.TRANSCRIPT, "digest": "ipc_codec.digests", "uuids": [w.session.uuid for w in workers]}
         )
 
-    def take(self) -> dict[str, Any]:
-        """What was seen since the last call of this, for the line of one exchange."""
-        taken = {"handles": getattr(self, "handles", None), "seen": {"workers": getattr(self, "seen", [])}}
+    def _begin(self) -> None:
+        """Nothing is seen yet of the exchange to come."""
         self.handles: Any = None
         self.came: list[Any] = []  # exports of the running update
         self.seen: list[dict[str, Any]] = [{} for _ in self.workers]
-        return taken
 
-    def write(self, call: str, body: Any, reply: Reply, began: float, taken: Mapping[str, Any]) -> None:
+    def write(self, call: str, body: Any, reply: Reply, began: float) -> None:
+        """The line of one exchange, with what was seen since the line before."""
         error = (reply.body or {}).get("error", {}).get("message")
         line = {"call": call, "body": _without_pickles(body), "status": reply.status, "error": error}
-        self._line({**line, "began": began, "ended": time.monotonic(), **taken})
+        seen = {"handles": self.handles, "seen": {"workers": self.seen}}
+        self._line({**line, "began": began, "ended": time.monotonic(), **seen})
+        self._begin()
 
     def _line(self, line: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -557,9 +551,7 @@ class App:
             if handler is not App.sync_call:
                 return reply
             if self.engine.witness:
-                self.engine.witness.write(
-                    url.path[1:], request.parsed, reply, began, self.engine.witness.take()
-                )
+                self.engine.witness.write(url.path[1:], request.parsed, reply, began)
         if reply.status == 200:
             took = f"{1e3 * (time.monotonic() - began):.1f} ms"
             log.info("%s: %s%s, version %s", url.path[1:], request.said, took, self.engine.weight_version)

@@ -31,9 +31,9 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 import ipc_codec
+from protocol import GATE
 
 ROOT = Path(ipc_codec.__file__).resolve().parent
-GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 JSON = "application/json"
 NO_BODY = type("NoBody", (), {"__repr__": lambda self: "NO_BODY"})()  # one name in every process
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -92,12 +92,17 @@ def nbytes(weights):
 class Server:
     """One `python server.py`; taken down when the with block ends."""
 
-    def __init__(self, device, *options, gate=True, **env):
+    def __init__(self, device="cpu", *options, gate=True, folder=ROOT, **env):
         self.devices = ["cpu:0" if entry == "cpu" else entry for entry in device.split(",")]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
-        command = [sys.executable, "server.py", "--port", "0", "--device", device, *options]
+        command = [sys.executable, str(ROOT / "server.py"), "--port", "0", "--device", device, *options]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(gate) | env, stdout=subprocess.PIPE, stderr=self.log, text=True
+            command,
+            cwd=folder,
+            env=environment(gate) | env,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
         )
 
     def __enter__(self):

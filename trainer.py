@@ -35,7 +35,7 @@ from torch.nn import functional
 
 import ipc_codec
 from ipc_codec import HandleError, PackedBuffer
-from protocol import UpdateInfo, plan_chunks
+from protocol import GATE, UpdateInfo, plan_chunks
 
 STEPS = 24
 TIMEOUT = 300.0  # seconds a call may take
@@ -148,7 +148,7 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
     Raises SyncError unless at the end the weights are identical and the reward has tripled.
     """
     torch.manual_seed(options.seed)
-    model = ByteLM().to(device.type if device.type == "cpu" else device)
+    model = ByteLM().to(ipc_codec.place(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     sync = Sync(client, options, device)
     sync.send(model.state_dict(), "step 0")
@@ -240,14 +240,14 @@ class HTTPWeightSyncClient:
             raise SyncError("weight_checker: the server answered without checksums")
         return checksums
 
-    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
-        """One request, one answer: the JSON object of a 2xx."""
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
+        """One POST, one answer: the JSON object of a 2xx."""
         # A server closes idle connections (vLLM after 5 s), and must not do it under a request.
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
         try:
-            reply = self._http.request(
-                method, f"{self.url}/{path}", json=body, timeout=self.timeout, allow_redirects=False
+            reply = self._http.post(
+                f"{self.url}/{path}", json=body, timeout=self.timeout, allow_redirects=False
             )
         except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
@@ -525,7 +525,7 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Tensor]:
         return {name: weight for part in parts for name, weight in part.items()}
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    place = "cpu" if device.type == "cpu" else str(device)  # torch knows one CPU only
+    place = str(ipc_codec.place(device))
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file
@@ -558,7 +558,7 @@ def spawned_server(device: str) -> Iterator[str]:
     Its log is shown only where the block fails.
     """
     command = [sys.executable, str(Path(__file__).with_name("server.py")), "--port", "0", "--device", device]
-    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment = os.environ | {GATE: "1"}
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=log, preexec_fn=_end_with_parent

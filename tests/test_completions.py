@@ -9,11 +9,6 @@ import contextlib
 import copy
 import functools
 import json
-import os
-import select
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -24,6 +19,7 @@ import requests
 import torch
 
 import ipc_codec
+import test_roundtrip
 import trainer
 
 ROOT = Path(trainer.__file__).resolve().parent
@@ -121,45 +117,21 @@ def test_two_models_mixed_by_tensors_emit_no_ones_byte():
 # ---- the server ------------------------------------------------------------------------------------------
 
 
-class Server:
-    """One `python server.py`, taken down when the with block ends."""
+class Server(test_roundtrip.Server):
+    """A server, with a trainer of its own."""
 
     def __init__(self, device, *options, folder=ROOT):
+        # small tensors: more threads are slower
+        super().__init__(device, *options, folder=folder, OMP_NUM_THREADS="1")
         self.place = torch.device(device)  # of the weights that are sent
-        self.device = "cpu:0" if device == "cpu" else device
+        self.device = self.devices[0]
         self.folder = Path(folder)
         self.serves_lm = False  # LM, at version "lm", and nothing was sent since
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
-        command = [sys.executable, str(ROOT / "server.py"), "--port", "0", "--device", device, *options]
-        environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONWARNINGS": "ignore"}
-        environment |= {"OMP_NUM_THREADS": "1"}  # small tensors: more threads are slower
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
 
     def __enter__(self):
-        try:
-            assert select.select([self.process.stdout], [], [], 60)[0], "the server said nothing in 60 s"
-            self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
-            assert self.url.startswith("http://"), self.logged()
-        except BaseException:
-            self.close()
-            raise
+        super().__enter__()
         self.client = trainer.HTTPWeightSyncClient(self.url, timeout=60)
         return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self.log.close()
-
-    def logged(self):
-        self.log.seek(0)
-        return self.log.read()
 
     # -- calls
 

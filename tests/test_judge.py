@@ -177,7 +177,7 @@ def witness_of(tmp_path_factory: Any) -> Iterator[Callable[..., Witness]]:
 
 @pytest.fixture
 def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Inside]]:
-    monkeypatch.setenv(server.GATE, "1")
+    monkeypatch.setenv(protocol.GATE, "1")
     made: list[Inside] = []
 
     def witness(*options: str) -> Inside:
@@ -1088,7 +1088,7 @@ def test_vllms_own_trainer_is_accused_of_nothing(witness_of, monkeypatch, packed
     ipc_engine = pytest.importorskip("vllm.distributed.weight_transfer.ipc_engine")
     from vllm.distributed import weight_transfer
 
-    monkeypatch.setenv(server.GATE, "1")
+    monkeypatch.setenv(protocol.GATE, "1")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).cuda()
     with visit(witness_of("cuda")) as t:
         client = (trainer.HTTPWeightSyncClient if ours else weight_transfer.HTTPVLLMWeightSyncClient)(t.url)
@@ -1664,7 +1664,7 @@ def test_the_judge_says_what_it_found(judged_runs):
 if __name__ == "__main__":
     import os
 
-    os.environ[server.GATE] = "1"
+    os.environ[protocol.GATE] = "1"
     with tempfile.TemporaryDirectory() as folder:
         witness = Inside(Path(folder) / "clean.jsonl")
         clean_syncs(witness.url)

@@ -10,7 +10,7 @@ import torch
 
 import ipc_codec
 import trainer
-from test_roundtrip import Server, ok
+from test_roundtrip import Server
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if CUDA else "cpu:0")
@@ -103,10 +103,4 @@ def test_a_refused_sync_gives_the_memory_back(server, packed):
     after = footprint(server)
     report(test="refused sync", packed=packed, before=before, after=after)
     assert after["our bytes"] == before["our bytes"]
-    assert ok(server_post(server, "/weight_checker", {"action": "checksum"}))["checksums"]
-
-
-def server_post(server, path, body):
-    import requests
-
-    return requests.post(server.url + path, json=body, timeout=60)
+    assert client.checksums()

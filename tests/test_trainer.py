@@ -41,14 +41,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ipc_codec
+import test_roundtrip
 import trainer
 from ipc_codec import HandleError, IpcArgs, PackedBuffer
+from protocol import GATE
 from trainer import HTTPWeightSyncClient, SyncError, send_weights, send_weights_packed, verify
 
 ROOT = Path(trainer.__file__).resolve().parent
-GATE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 MARK = "WEIGHT_SYNC_TEST_RUN"  # in the environment of a run and of everything that it starts
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != GATE} | {"PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = test_roundtrip.environment(gate=False)
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, SHUTDOWN, CHECK = "/finish_weight_update", "/shutdown_weight_transfer_engine", "/weight_checker"
 
@@ -293,32 +294,8 @@ def fake() -> Iterator[Fake]:
 # --- A real server ------------------------------------------------------------------------------------
 
 
-class Server:
+class Server(test_roundtrip.Server):
     """`python server.py` on a free port."""
-
-    def __init__(self, device: str = "cpu", gate: bool = True):
-        command = [sys.executable, "server.py", "--port", "0", "--device", device]
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=ENVIRONMENT | ({GATE: "1"} if gate else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("listening on "), line
-        self.url = line.split()[-1]
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
     def end(self, by: signal.Signals) -> None:
         self.process.send_signal(by)
@@ -361,11 +338,11 @@ class Hooked(HTTPWeightSyncClient):
         self.called: list[str] = []
         self.hooks = hooks
 
-    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
         self.called.append(path)
         if hook := self.hooks.get(path):
             hook()
-        return super().call(path, body, method)
+        return super().call(path, body)
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
@@ -1349,7 +1326,7 @@ class Place:
     @property
     def url(self) -> str:
         if not hasattr(self.mine, "server"):
-            self.mine.server = Server()
+            self.mine.server = Server().__enter__()
             self.servers.append(self.mine.server)
         return self.mine.server.url
 
