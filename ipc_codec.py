@@ -10,7 +10,7 @@ Laws:
 - One export pays for one open and one release. Its counter is 1 from the export on, 0 after the release.
 - What was lent stays allocated until its counter is 0 and `ipc_collect` has run.
 - What came over the wire stays inert: `decode_handles` builds None, bool, int, str, bytes, tuple, list and
-  dict, and calls nothing; `check_args` looks at every value before a device sees one.
+  dict, and calls nothing; `check_exports` looks at every value before a device sees one.
 - `parse_dtype(dtype_name(d)) is d`; `describe_handles` says the same of handles before and after the wire.
 - Every refusal is a `HandleError`, and it changes nothing.
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import atexit
 import base64
 import collections
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -121,12 +122,19 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A 64-bit sum of each tensor's bytes, every word weighted by its place; computed on its device.
+    """A 64-bit sum of each tensor's bytes, weighted by their places; computed on its device.
 
-    Equal bytes have equal sums, and a witness compares no others: it is no hash for an adversary.
+    Its 64-bit words lie in a matrix, whose rows and columns are summed: one word that changed changes the
+    digest, and nothing as large as the tensor is made. Equal bytes have equal digests, and a witness
+    compares no others: it is no hash for an adversary.
     """
-    sums = [_weighted_sum(_bytes_of(dense(tensor).contiguous())) for tensor in tensors]
-    return [int(total) for total in sums]
+    parts = [_sums(_bytes_of(dense(tensor).contiguous())) for tensor in tensors]
+    if not parts:
+        return []
+    rows, columns, rest = map(_weighted, zip(*parts, strict=True))
+    return (
+        rows + 2 * columns + rest
+    ).tolist()  # an odd weight for every word: no change is a multiple of 2^64
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
@@ -134,26 +142,23 @@ def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-ROW, ROWS = 8192, 512  # words: what is multiplied at once (32 MB) stays in the device's cache
+def _sums(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums of the rows and of the columns of a nearly square matrix of words, and the bytes behind it."""
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    columns = 1 << (flat.numel() // 8).bit_length() // 2
+    rows = flat.numel() // 8 // columns
+    words = flat[: rows * columns * 8].view(torch.int64).view(rows, columns)
+    return words.sum(1), words.sum(0), flat[rows * columns * 8 :].long()
 
 
-def _weighted_sum(flat: torch.Tensor) -> torch.Tensor:
-    def weights(start: int, count: int, odd: int) -> torch.Tensor:
-        return (torch.arange(start + 1, start + count + 1, device=flat.device) * odd) | 1
-
-    words = flat[: flat.numel() // 8 * 8]
-    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
-    columns = weights(0, ROW, -7046029254386353131)
-    rest = flat[words.numel() * 8 :].long()
-    total = (rest * columns[: rest.numel()]).sum() + flat.numel()
-    for start in range(0, words.numel(), ROW * ROWS):
-        part = words[start : start + ROW * ROWS]
-        rows = part.numel() // ROW
-        by_row = (part[: rows * ROW].view(rows, ROW) * columns).sum(1)
-        last = part[rows * ROW :]
-        by_row = torch.cat([by_row, (last * columns[: last.numel()]).sum()[None]])
-        total = total + (by_row * weights(start // ROW, rows + 1, -4417276706812531889)).sum()
-    return total
+def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of each vector, every number times an odd one of its place; all in a few kernels."""
+    device = vectors[0].device
+    lengths = torch.tensor([vector.numel() for vector in vectors], device=device)
+    owner = torch.arange(len(vectors), device=device).repeat_interleave(lengths)
+    at = torch.arange(len(owner), device=device) - (lengths.cumsum(0) - lengths)[owner]
+    weighted = torch.cat(list(vectors)) * ((at * -7046029254386353131) | 1)
+    return torch.zeros_like(lengths).index_add_(0, owner, weighted)
 
 
 def place(device: torch.device) -> torch.device:
@@ -310,6 +315,7 @@ class _PickleReader:
         self.payload = payload
         self.at = 0
         self.stack: list[Any] = []
+        self.push = self.stack.append
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.containers_left = 1000 + len(payload) // 6  # an honest one takes eight bytes or more
@@ -322,12 +328,12 @@ class _PickleReader:
         try:
             while (code := payload[self.at]) != STOP:
                 self.at += 1
-                if code not in STEPS:
-                    opcode = OPCODES.get(code, hex(code))
-                    raise HandleError(f"the pickle has the opcode {opcode}; handles do not")
                 STEPS[code](self)
         except HandleError:
             raise
+        except KeyError:
+            opcode = OPCODES.get(code, hex(code))
+            raise HandleError(f"the pickle has the opcode {opcode}; handles do not") from None
         except (IndexError, ValueError) as exc:
             raise HandleError(f"the pickle is broken or cut off at byte {self.at} of {len(payload)}") from exc
         if self.at + 1 != len(payload) or len(self.stack) != 1 or self.marks:
@@ -350,14 +356,28 @@ class _PickleReader:
         if self.number(8) > len(self.payload) - self.at:
             raise IndexError
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+    # The four steps that a handle takes most are written out.
+
+    def read_byte(self) -> None:
+        self.push(self.payload[self.at])
+        self.at += 1
+
+    def read_two_bytes(self) -> None:
+        self.push(self.payload[self.at] | self.payload[self.at + 1] << 8)
+        self.at += 2
+
+    def get(self) -> None:
+        self.push(self.memo[self.payload[self.at]])
+        self.at += 1
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
 
     def push_container(self, value: Any) -> None:
         self.containers_left -= 1
         if self.containers_left < 0:
             raise HandleError("the pickle makes more lists, dicts and tuples than handles of its length have")
-        self.stack.append(value)
+        self.push(value)
 
     def pop(self, count: int) -> list[Any]:
         return self.pop_from(len(self.stack) - count)
@@ -377,9 +397,9 @@ class _PickleReader:
     def set_items(self, values: list[Any]) -> None:
         if type(self.stack[-1]) is not dict or len(values) % 2:
             raise HandleError("the pickle sets items of what is no dict")
-        if not all(type(key) is str for key in values[::2]):  # hashing a nested tuple can take for ever
+        if {*map(type, keys := values[::2])} != {str}:  # hashing a nested tuple can take for ever
             raise HandleError("a handle has a key that is no str; GPU uuids are")
-        self.stack[-1].update(zip(values[::2], values[1::2], strict=True))
+        self.stack[-1].update(zip(keys, values[1::2], strict=True))
 
     def put(self, index: int) -> None:
         if index != len(self.memo):
@@ -423,8 +443,8 @@ _STEPS: dict[str, Callable[[_PickleReader], None]] = {
     "NEWTRUE": lambda r: r.push(True),
     "NEWFALSE": lambda r: r.push(False),
     "BININT": lambda r: r.push(r.number(4, signed=True)),
-    "BININT1": lambda r: r.push(r.number(1)),
-    "BININT2": lambda r: r.push(r.number(2)),
+    "BININT1": _PickleReader.read_byte,
+    "BININT2": _PickleReader.read_two_bytes,
     "LONG1": lambda r: r.push(r.number(r.number(1), signed=True)),
     "SHORT_BINUNICODE": lambda r: r.push(r.take(r.number(1)).decode()),
     "BINUNICODE": lambda r: r.push(r.take(r.number(4)).decode()),
@@ -441,10 +461,10 @@ _STEPS: dict[str, Callable[[_PickleReader], None]] = {
     "APPENDS": lambda r: r.append(r.pop_from(r.marks.pop())),
     "SETITEM": lambda r: r.set_items(r.pop(2)),
     "SETITEMS": lambda r: r.set_items(r.pop_from(r.marks.pop())),
-    "MEMOIZE": lambda r: r.memo.append(r.stack[-1]),
+    "MEMOIZE": _PickleReader.memoize,
     "BINPUT": lambda r: r.put(r.number(1)),
     "LONG_BINPUT": lambda r: r.put(r.number(4)),
-    "BINGET": lambda r: r.push(r.memo[r.number(1)]),
+    "BINGET": _PickleReader.get,
     "LONG_BINGET": lambda r: r.push(r.memo[r.number(4)]),
     "GLOBAL": lambda r: r.push_global(r.line(), r.line()),
     "STACK_GLOBAL": lambda r: r.push_global(*r.pop(2)),
@@ -495,7 +515,7 @@ def import_handle(handle: Handle, device: torch.device | str) -> torch.Tensor:
     Open an export once; dropping the last view of the result releases it. Never requires grad.
     Raises HandleError, and has then opened nothing.
     """
-    return _rebuild(check_args(_pick(handle, device), device), _device(device))
+    return open_exports(check_exports([_pick(handle, device)], device), device)[0]
 
 
 def _pick(handle: Handle, device: torch.device | str) -> Any:
@@ -511,16 +531,45 @@ def _pick(handle: Handle, device: torch.device | str) -> Any:
     return handle[uuid]
 
 
-def _rebuild(args: IpcArgs, device: torch.device) -> torch.Tensor:
-    if args.storage_size_bytes == 0:
-        return torch.empty_strided(
-            args.tensor_size, args.tensor_stride, dtype=args.dtype, device=place(device)
-        )
-    if device.type == "cpu":
-        return _open_cpu(args)
+def open_exports(exports: Sequence[IpcArgs], device: torch.device | str) -> list[torch.Tensor]:
+    """The tensors of exports that `check_exports` let pass, in their order; the same one for equal exports.
+
+    A storage is mapped once, however many of the exports lie in it: the last view of it releases the first
+    of them, the others are released here, as torch releases an export of a storage that is open already.
+    Raises HandleError; what was opened is released.
+    """
+    ours = _device(device)
+    whole: dict[tuple[Any, ...], torch.Tensor] = {}  # each storage as one flat tensor of each dtype
+    opened: dict[IpcArgs, torch.Tensor] = {}
+    spare: list[_Counter] = []
+    for args in exports:
+        if args in opened:
+            continue
+        if args.storage_size_bytes == 0:
+            shape = args.tensor_size, args.tensor_stride
+            opened[args] = torch.empty_strided(*shape, dtype=args.dtype, device=place(ours))
+            continue
+        storage = (args.storage_handle, args.storage_offset_bytes, args.storage_size_bytes)
+        if storage in whole:
+            spare.append(_Counter(args.ref_counter_handle, args.ref_counter_offset))
+        else:
+            whole[storage] = _open_cpu(args) if ours.type == "cpu" else _open_cuda(args, ours)
+        if (typed := (*storage, args.dtype)) not in whole:
+            room = args.storage_size_bytes // args.dtype.itemsize * args.dtype.itemsize
+            whole[typed] = whole[storage][:room].view(args.dtype)
+        flat = whole[typed]
+        start = flat.storage_offset() + args.tensor_offset
+        opened[args] = flat.as_strided(args.tensor_size, args.tensor_stride, start)
+    _release(spare)
+    return [opened[args] for args in exports]
+
+
+def _open_cuda(args: IpcArgs, device: torch.device) -> torch.Tensor:
+    """The whole storage: uint8 [bytes]."""
     try:
         with torch.cuda.device(device):
-            return rebuild_cuda_tensor(*args)
+            storage = rebuild_cuda_tensor(*args).untyped_storage()
+            return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     except RuntimeError as exc:
         raise HandleError(
             f"CUDA cannot open the trainer's memory ({exc}); {CAUSES}; memory of "
@@ -529,31 +578,30 @@ def _rebuild(args: IpcArgs, device: torch.device) -> torch.Tensor:
         ) from exc
 
 
-def check_args(args: Any, device: torch.device | str) -> IpcArgs:
-    """The fifteen arguments, each one checked without touching a device, with our own classes and index.
+def check_exports(exports: Sequence[Any], device: torch.device | str) -> list[IpcArgs]:
+    """Exports, each one checked without touching a device, with our classes and device index.
 
-    Takes raw arguments (torch's classes) and decoded ones (their names). The result has the real classes and
-    dtype, `storage_device` = ours and `requires_grad` = False. Raises HandleError.
+    Takes raw arguments (torch's classes) and decoded ones (their names). The results have the real classes
+    and dtype, `storage_device` = ours and `requires_grad` = False. Raises HandleError.
     """
-    ours, given = _device(device), _by_name(args)
+    ours = _device(device)
+    given = [_by_name(args) for args in exports]
     _check(given, LAYOUT)
-    dtype = (
-        given.dtype if isinstance(given.dtype, torch.dtype) else DTYPES[given.dtype.removeprefix("torch.")]
-    )
-    _check_extent(given, dtype)
-    if given.storage_size_bytes == 0:
-        _check(given, NO_MEMORY)
-    else:
-        _check(given, MEMORY)
-        _check_memory(given, ours)
-    return given._replace(
-        tensor_cls=torch.Tensor,
-        tensor_size=tuple(given.tensor_size),
-        tensor_stride=tuple(given.tensor_stride),
-        storage_cls=torch.storage.TypedStorage,
-        dtype=dtype,
-        storage_device=ours.index,
-        requires_grad=False,
+    lent = [args for args in given if args.storage_size_bytes]
+    _check(lent, MEMORY)
+    _check([args for args in given if not args.storage_size_bytes], NO_MEMORY)
+    _check_memory(lent, ours)
+    checked = [_with_our_classes(args, ours) for args in given]
+    _check_extents(checked)
+    return checked
+
+
+def _with_our_classes(args: IpcArgs, ours: torch.device) -> IpcArgs:
+    size, stride, offset = tuple(args.tensor_size), tuple(args.tensor_stride), args.tensor_offset
+    dtype = args.dtype if isinstance(args.dtype, torch.dtype) else DTYPES[args.dtype.removeprefix("torch.")]
+    classes = torch.Tensor, torch.storage.TypedStorage
+    return IpcArgs(
+        classes[0], size, stride, offset, classes[1], dtype, ours.index, *args[7:10], False, *args[11:]
     )
 
 
@@ -572,7 +620,8 @@ def _is_index(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) <= 64 and all(map(_is_index, value))
+    fits = isinstance(value, (tuple, list)) and len(value) <= 64 and {*map(type, value)} <= {int}
+    return fits and min(value, default=0) >= 0 and max(value, default=0) < 2**63
 
 
 def _is_dtype(value: Any) -> bool:
@@ -615,38 +664,59 @@ NO_MEMORY: Checks = {  # torch gives None for each of these
 }
 
 
-def _check(given: IpcArgs, checks: Checks) -> None:
-    for field, (holds, words) in checks.items():
-        if not holds(getattr(given, field)):
-            seen, at = _seen(getattr(given, field)), IpcArgs._fields.index(field)
-            raise HandleError(f"argument {at} of a handle, {field}, is {seen}; it is {words}")
+def _check(given: Sequence[IpcArgs], checks: Checks) -> None:
+    for at, field in enumerate(IpcArgs._fields):
+        if field not in checks:
+            continue
+        holds, words = checks[field]
+        column = {id(args[at]): args[at] for args in given}  # what the handles share is looked at once
+        for value in itertools.filterfalse(holds, column.values()):
+            raise HandleError(f"argument {at} of a handle, {field}, is {_seen(value)}; it is {words}")
 
 
-def _check_extent(given: IpcArgs, dtype: torch.dtype) -> None:
-    size, stride = given.tensor_size, given.tensor_stride
+def _check_extents(checked: Sequence[IpcArgs]) -> None:
+    """Every tensor lies in its storage."""
+    lengths: dict[tuple[Any, ...], int] = {}  # elements from a tensor's first to its last; 0: it has none
+    for args in checked:
+        layout = (args.tensor_size, args.tensor_stride, args.dtype)
+        if layout not in lengths:
+            lengths[layout] = _length(*layout)
+        end = (args.tensor_offset + lengths[layout]) * args.dtype.itemsize
+        if lengths[layout] and end > args.storage_size_bytes:
+            raise HandleError(
+                f"the tensor of a handle ends {_seen(end)} bytes into its storage, past storage_size_bytes, "
+                f"{args.storage_size_bytes}; export a tensor that lies inside its storage"
+            )
+
+
+def _length(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     if len(size) != len(stride):
         raise HandleError(f"a handle has {len(size)} sizes and {len(stride)} strides; one stride a dimension")
     if math.prod(n or 1 for n in size) * dtype.itemsize >= 2**63:
         raise HandleError("the sizes of a handle multiply to more than any memory has")
-    last = given.tensor_offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if 0 not in size and (last + 1) * dtype.itemsize > given.storage_size_bytes:
-        raise HandleError(
-            f"the tensor of a handle ends {_seen((last + 1) * dtype.itemsize)} bytes into its storage, past "
-            f"storage_size_bytes, {given.storage_size_bytes}; export a tensor that lies inside its storage"
-        )
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
-def _check_memory(given: IpcArgs, ours: torch.device) -> None:
-    handle: bytes = given.storage_handle
+def _check_memory(lent: Sequence[IpcArgs], ours: torch.device) -> None:
+    files = {args.ref_counter_handle: COUNTER_FILE_BYTES for args in lent}
+    storages = {(args.storage_handle, args.storage_offset_bytes, args.storage_size_bytes) for args in lent}
+    for handle, offset, size in storages:
+        _check_storage(handle, offset, ours)
+        if ours.type == "cpu":
+            name = handle[len(CPU_MARK) :]
+            files[name] = max(files.get(name, 0), HEADER_BYTES + size)
+    for name, size in files.items():
+        _check_file(name, size)
+
+
+def _check_storage(handle: bytes, offset: int, ours: torch.device) -> None:
     emulated = handle.startswith(CPU_MARK)
     if emulated != (ours.type == "cpu"):
         seen, kind = ("an emulated CPU handle", "cpu") if emulated else ("a CUDA handle", "cuda")
         raise HandleError(f"{seen} came to a worker on {ours}; run trainer and server with --device {kind}")
     if emulated:
-        name = handle[len(CPU_MARK) :]
-        if not _is_shm_name(name) or given.storage_offset_bytes:
+        if not _is_shm_name(handle[len(CPU_MARK) :]) or offset:
             raise HandleError(f"the storage_handle is {_seen(handle)}; it is cpu:/torch_<n>_<n>_<n>, at 0")
-        _check_file(name, HEADER_BYTES + given.storage_size_bytes)
     elif handle[:1] != bytes([CUDA_HANDLE_VERSION]):
         raise HandleError(
             f"the CUDA storage_handle has {len(handle)} bytes and version {_seen(handle[:1])}; torch "
@@ -654,7 +724,6 @@ def _check_memory(given: IpcArgs, ours: torch.device) -> None:
         )
     elif handle[1:2] != b"e" and (handle[1:2] != b"c" or len(handle) != 66):
         raise HandleError(f"the storage_handle is {_seen(handle)}; it is a version byte, 'c' and 64 bytes")
-    _check_file(given.ref_counter_handle, COUNTER_FILE_BYTES)
 
 
 def _check_file(name: bytes, size: int) -> None:
@@ -679,43 +748,57 @@ def ref_count(args: Any) -> int | None:
 
     Negative: released more than once. Raises HandleError where the arguments name no counter.
     """
-    where = _counter(args)
-    return where and _counter_value(where)
+    return ref_counts([args])[0]
+
+
+def ref_counts(exports: Sequence[Any]) -> list[int | None]:
+    """The same of many, reading each file once."""
+    counters = list(map(_counter, exports))
+    files = {name: _read_counters(name) for name in {counter.name for counter in counters if counter}}
+    return [counter and files[counter.name].get(counter.slot) for counter in counters]
 
 
 def settle(args: Any) -> None:
     """For an export that nobody opened: sets its counter from 1 to 0, so that its memory can be reclaimed."""
-    where = _counter(args)
-    if where and _counter_value(where) == 1:
-        _counter_value(where, change=-1)
+    if ref_count(args) == 1:
+        _release(filter(None, [_counter(args)]))
 
 
 def _counter(args: Any) -> _Counter | None:
     given = _by_name(args)
     if given.ref_counter_handle is None:
         return None
-    _check(given, COUNTER)
+    _check([given], COUNTER)
     return _Counter(given.ref_counter_handle, given.ref_counter_offset)
 
 
-def _counter_value(where: _Counter, change: int = 0) -> int | None:
-    """The counter, after adding `change`; None where its file is gone. One writer at a time: see the loan."""
+def _read_counters(name: bytes) -> dict[int, int]:
+    """Slot -> counter; empty where the file is gone."""
     try:
-        file = _open_shm(where.name)
+        file = _open_shm(name)
     except OSError:
-        return None
+        return {}
     try:
-        with _lock:
-            at = HEADER_BYTES + 8 * where.slot
-            raw = os.pread(file, 8, at)
-            if len(raw) < 8:
-                return None
-            value = int.from_bytes(raw, "little", signed=True) + change
-            if change:
-                os.pwrite(file, value.to_bytes(8, "little", signed=True), at)
-            return value
+        words = os.pread(file, 8 * SLOTS, HEADER_BYTES)
     finally:
         os.close(file)
+    return dict(enumerate(memoryview(words[: len(words) // 8 * 8]).cast("q")))
+
+
+def _release(counters: Iterable[_Counter]) -> None:
+    """Each counter one down, as torch does it; nothing where its file is gone. The loan has one writer."""
+    slots: dict[bytes, list[int]] = {}
+    for counter in counters:
+        slots.setdefault(counter.name, []).append(counter.slot)
+    for name in slots:
+        with contextlib.suppress(OSError), _lock:
+            file = _open_shm(name)
+            try:
+                for at in (HEADER_BYTES + 8 * slot for slot in slots[name]):
+                    value = int.from_bytes(os.pread(file, 8, at), "little", signed=True) - 1
+                    os.pwrite(file, value.to_bytes(8, "little", signed=True), at)
+            finally:
+                os.close(file)
 
 
 def _open_shm(name: bytes) -> int:
@@ -784,7 +867,7 @@ def _take_slot() -> _Counter:
 
 
 def _open_cpu(args: IpcArgs) -> torch.Tensor:
-    """Maps the file, which torch's own opener would do with a daemon and a descriptor left behind."""
+    """The whole storage: uint8 [bytes]. torch's own opener would leave a daemon and a descriptor behind."""
     length = HEADER_BYTES + args.storage_size_bytes
     try:
         file = _open_shm(args.storage_handle[len(CPU_MARK) :])
@@ -798,9 +881,8 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
     except (OSError, RuntimeError) as exc:
         raise HandleError(f"the trainer's memory cannot be mapped ({exc}); {CAUSES}") from exc
     # Every view holds the storage: the last one takes the mapping along, and the loan ends.
-    weakref.finalize(storage, _counter_value, _Counter(args.ref_counter_handle, args.ref_counter_offset), -1)
-    offset = HEADER_BYTES // args.dtype.itemsize + args.tensor_offset
-    return torch.empty(0, dtype=args.dtype).set_(storage, offset, args.tensor_size, args.tensor_stride)
+    weakref.finalize(storage, _release, [_Counter(args.ref_counter_handle, args.ref_counter_offset)])
+    return torch.empty(0, dtype=torch.uint8).set_(storage, HEADER_BYTES, (args.storage_size_bytes,), (1,))
 
 
 # --- The packed buffer --------------------------------------------------------------------------------
@@ -867,10 +949,10 @@ class PackedBufferImporter:
 
     def open(self, handle: Handle) -> torch.Tensor:
         """The buffer, uint8 [bytes]. Equal arguments as last time: the same mapping. Raises HandleError."""
-        args = check_args(_pick(handle, self.device), self.device)
+        [args] = check_exports([_pick(handle, self.device)], self.device)
         if self._buffer is None or args != self._args:
             self.release()
-            self._buffer, self._args = _rebuild(args, self.device), args
+            [self._buffer], self._args = open_exports([args], self.device), args
         return self._buffer
 
     def release(self) -> None:
@@ -889,10 +971,14 @@ def unpack(
     `tensor_sizes` are bytes, of each tensor its elements times its item size; each starts where the one
     before it ends, and all lie inside the buffer: the rules of `protocol` see to that.
     """
-    pieces = buffer[: sum(tensor_sizes)].split(list(tensor_sizes)) if tensor_sizes else ()
-    weights = []
-    for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True):
-        if piece.storage_offset() % dtype.itemsize:
-            piece = piece.clone()  # torch views no bytes as a dtype across its item size
-        weights.append(piece.view(dtype).reshape(shape))
+    weights: list[torch.Tensor] = []
+    end = 0
+    for dtype, run in itertools.groupby(zip(tensor_sizes, dtypes, shapes, strict=True), lambda row: row[1]):
+        sizes, _, run_shapes = zip(*run, strict=True)
+        start, end = end, end + sum(sizes)
+        flat = buffer[start:end]
+        if flat.storage_offset() % dtype.itemsize:
+            flat = flat.clone()  # torch views no bytes as a dtype across its item size
+        pieces = flat.view(dtype).split([size // dtype.itemsize for size in sizes])
+        weights += [piece.view(shape) for piece, shape in zip(pieces, run_shapes, strict=True)]
     return weights

@@ -77,7 +77,7 @@ NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
 ARGS = 15
 TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET, DTYPE, STORAGE_HANDLE, STORAGE_OFFSET = 1, 2, 3, 5, 7, 9
 REQUIRES_GRAD, COUNTER, SLOT = 10, 11, 12
-Slot = tuple[str, str, int]  # uuid, counter file, slot: one a export
+Slot = tuple[str, str | bytes, int]  # uuid, counter file, slot: one a export
 
 MUST = "MUST"  # the document says it; broken, it is refused by vLLM or gives wrong weights
 SHOULD = "SHOULD"  # the field learned it; vLLM lets it pass
@@ -133,8 +133,8 @@ class UpdateInfo:
     ipc_handles: the handles themselves, which JSON cannot hold; part of vLLM's class, never of HTTP.
 
     Whatever came over the wire is kept as it came: fields may hold anything, and the rules say what is
-    wrong with it. `handles` is what the receiver found in the text, as plain values
-    (`ipc_codec.describe_handles`), or `{"undecodable": reason}`.
+    wrong with it. `handles` is what the receiver found in the text (`ipc_codec.decode_handles`; in a
+    transcript described in JSON's values), or `{"undecodable": reason}`.
     """
 
     names: Any = None
@@ -204,11 +204,43 @@ class UpdateInfo:
     def slots(self) -> list[tuple[str, Slot]]:
         """(whose handle, the slot of its reference counter): of two alike the export is one."""
         named = [(label, (uuid, args[COUNTER], args[SLOT])) for _at, label, uuid, args in self.args]
-        return [(label, slot) for label, slot in named if isinstance(slot[1], str) and type(slot[2]) is int]
+        return [
+            (label, slot)
+            for label, slot in named
+            if isinstance(slot[1], (str, bytes)) and type(slot[2]) is int
+        ]
+
+    @cached_property
+    def extents(self) -> dict[tuple[Any, ...], list[tuple[int, int, str, Any]]]:
+        """Contiguous tensors by the storage they lie in: (first byte, end, whose, layout), in order."""
+        lengths: dict[tuple[Any, ...], int] = {}  # of few layouts there are many tensors
+        found: dict[tuple[Any, ...], list[tuple[int, int, str, Any]]] = {}
+        for _at, label, uuid, args in self.args:
+            dtype, size, stride, offset = (
+                args[at] for at in (DTYPE, TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET)
+            )
+            if not (isinstance(dtype, str) and _is_shape(size) and _is_shape(stride) and type(offset) is int):
+                continue
+            layout = (dtype.removeprefix("torch."), tuple(size), tuple(stride))
+            if layout not in lengths:
+                lengths[layout] = _contiguous_bytes(*layout)
+            if length := lengths[layout]:
+                start = offset * DTYPE_BYTES[layout[0]]
+                storage = (uuid, str(args[STORAGE_HANDLE]), str(args[STORAGE_OFFSET]))
+                found.setdefault(storage, []).append((start, start + length, label, layout[:2]))
+        return {storage: sorted(extents, key=lambda e: e[:2]) for storage, extents in found.items()}
+
+
+def _contiguous_bytes(dtype: str, size: Sequence[int], stride: Sequence[int]) -> int:
+    """The length of a row-major tensor; 0 for others: of strided views extents overlap where bytes do not."""
+    row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
+    if any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
+        return 0
+    return math.prod(size) * DTYPE_BYTES.get(dtype, 0)
 
 
 def _strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and {*map(type, value)} <= {str}
 
 
 def _is_list(value: Any) -> bool:
@@ -217,11 +249,12 @@ def _is_list(value: Any) -> bool:
 
 def _is_shape(value: Any) -> bool:
     # torch itself goes no further than 64 dimensions; more would only cost time here.
-    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
+    fits = _is_list(value) and len(value) <= 64 and {*map(type, value)} <= {int}
+    return fits and min(value, default=0) >= 0
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int for size in value)
+    return _is_list(value) and {*map(type, value)} <= {int}
 
 
 def _plain_uuid(uuid: str) -> str:
@@ -758,27 +791,10 @@ def _(update: UpdateInfo, session: Session) -> str:
     return ""
 
 
-def _extents(update: UpdateInfo) -> dict[tuple[Any, ...], list[tuple[int, int, str, Any]]]:
-    """Contiguous tensors by the storage they lie in: (first byte, end, whose, (dtype, size)), in order."""
-    found: dict[tuple[Any, ...], list[tuple[int, int, str, Any]]] = {}
-    for _at, label, uuid, args in update.args:
-        dtype, size, stride, offset = (args[at] for at in (DTYPE, TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET))
-        item = DTYPE_BYTES.get(dtype.removeprefix("torch."), 0) if isinstance(dtype, str) else 0
-        if not (item and _is_shape(size) and _is_shape(stride) and type(offset) is int):
-            continue
-        row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
-        if 0 in size or any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
-            continue  # of strided views the extents may overlap where the bytes do not
-        storage = (uuid, str(args[STORAGE_HANDLE]), str(args[STORAGE_OFFSET]))
-        extent = (offset * item, (offset + math.prod(size)) * item, label, (dtype, size))
-        found.setdefault(storage, []).append(extent)
-    return {storage: sorted(extents, key=lambda e: e[:2]) for storage, extents in found.items()}
-
-
 @rule("unpacked.tied-in-pairs", SHOULD, "never", "two names may be tied; three are a buffer that was reused")
 def _(update: UpdateInfo, session: Session) -> str:
     """unpacked, at most two names are on the same bytes"""
-    for extents in _extents(update).values():
+    for extents in update.extents.values():
         for (start, end), same in itertools.groupby(extents, key=lambda e: e[:2]):
             if len(names := [label for _, _, label, _ in same]) > 2:
                 return f"{', '.join(names[:3])} on bytes {start} to {end} of one storage"
@@ -788,7 +804,7 @@ def _(update: UpdateInfo, session: Session) -> str:
 @rule("unpacked.overlap-alike", SHOULD, "never", "a buffer was reused, or a shape is wrong")
 def _(update: UpdateInfo, session: Session) -> str:
     """unpacked, tensors whose bytes overlap have the same bytes, dtype and shape"""
-    for extents in _extents(update).values():
+    for extents in update.extents.values():
         for one, two in itertools.pairwise(extents):
             if two[0] < one[1] and (one[:2], one[3]) != (two[:2], two[3]):
                 return (

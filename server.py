@@ -79,11 +79,11 @@ class Worker:
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         return model().requires_grad_(False).eval().to(self.place)
 
-    def check(self, update: UpdateInfo, handles: Any) -> list[ipc_codec.IpcArgs]:
+    def check(self, update: UpdateInfo) -> list[ipc_codec.IpcArgs]:
         """Everything that can be said before a device is touched. The exports; raises ValueError."""
         for name, dtype, shape in update.rows:
             self._check_fit(name, dtype, list(shape))
-        return [ipc_codec.check_args(args, self.device) for args in self.lent_to_me(handles)]
+        return ipc_codec.check_exports(self.lent_to_me(update), self.device)
 
     def _check_fit(self, name: str, dtype: str, shape: list[int]) -> None:
         held = self.weights.get(name)
@@ -97,23 +97,19 @@ class Worker:
             holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
             raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
 
-    def open(self, update: UpdateInfo, handles: Any, exports: Sequence[ipc_codec.IpcArgs]) -> list[Tensor]:
+    def open(self, update: UpdateInfo, exports: Sequence[ipc_codec.IpcArgs]) -> list[Tensor]:
         """Station 9: the trainer's tensors, in the order of `names`. They are its memory, not a copy."""
         with _on(self.device):
             if self.session.packed:
                 dtypes = [ipc_codec.parse_dtype(dtype) for _name, dtype, _shape in update.rows]
                 shapes = [shape for _name, _dtype, shape in update.rows]
-                return ipc_codec.unpack(self.buffer.open(handles), dtypes, shapes, update.sizes)
-            # An export that is named twice is opened once: it pays for one release.
-            opened: dict[ipc_codec.IpcArgs, Tensor] = {}
-            for export, handle in zip(exports, handles, strict=True):
-                if export not in opened:
-                    opened[export] = ipc_codec.import_handle(handle, self.device)
-            return [opened[export] for export in exports]
+                return ipc_codec.unpack(self.buffer.open(update.handles), dtypes, shapes, update.sizes)
+            return ipc_codec.open_exports(exports, self.device)
 
-    def lent_to_me(self, handles: Any) -> list[Any]:
+    def lent_to_me(self, update: UpdateInfo) -> list[Any]:
         """The arguments of this worker's exports: one a tensor, or packed the buffer's."""
-        return [h[self.session.uuid] for h in ([handles] if self.session.packed else handles)]
+        handles = [update.handles] if self.session.packed else update.handles
+        return [handle[self.session.uuid] for handle in handles]
 
     def make_room(self, update: UpdateInfo) -> dict[str, Tensor]:
         """Memory for the names that are new here; nothing is held under them yet."""
@@ -123,11 +119,11 @@ class Worker:
             if name not in self.weights
         }
 
-    def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+    def copy(self, names: Sequence[str], weights: list[Tensor]) -> None:
         """Station 10: a real copy into what the server holds, queued on this thread's stream."""
         with _on(self.device), torch.no_grad():
-            for name, weight in zip(names, weights, strict=True):
-                self.weights[name].copy_(weight)
+            if names:
+                torch._foreach_copy_([self.weights[name] for name in names], weights)
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's output for ids [batch, length]: [batch, length, vocabulary]."""
@@ -139,6 +135,18 @@ class Worker:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _handles_of(update: UpdateInfo) -> Any:
+    """What the update's text holds; None where it has no text: then a rule says what is wrong."""
+    if not isinstance(update.ipc_handles_pickled, str):
+        return None
+    if os.environ.get(GATE) != "1":
+        raise ValueError(f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1")
+    try:
+        return ipc_codec.decode_handles(update.ipc_handles_pickled)
+    except ipc_codec.HandleError as exc:
+        return {"undecodable": str(exc)}
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -211,47 +219,26 @@ class WeightTransferEngine:
         updates: list[UpdateInfo] = []
         with self._session("update_weights", updates):
             updates += protocol.worker_entries(update_info, len(self.workers))
-            handles = self._decode(updates)
+            updates[:] = self._decode(updates)
             if self.witness:
-                self.witness.decoded(update_info, updates, handles)
+                self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
-            self._load(updates, handles)
+            self._load(updates)
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
-    def _decode(self, updates: list[UpdateInfo]) -> list[Any]:
-        """Station 8: every worker's handles as inert values; `updates` get their description."""
-        decoded: dict[str, tuple[Any, Any]] = {}
-        found: list[Any] = []
-        for at, update in enumerate(updates):
-            text = update.ipc_handles_pickled
-            if not isinstance(text, str):
-                found.append(None)  # a rule says what is wrong with it
-                continue
-            if os.environ.get(GATE) != "1":
-                raise ValueError(
-                    f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1"
-                )
-            if text not in decoded:
-                decoded[text] = self._describe(text)
-            handles, described = decoded[text]
-            updates[at] = replace(update, handles=described)
-            found.append(handles)
-        return found
-
     @staticmethod
-    def _describe(text: str) -> tuple[Any, Any]:
-        try:
-            handles = ipc_codec.decode_handles(text)
-        except ipc_codec.HandleError as exc:
-            return None, {"undecodable": str(exc)}
-        return handles, ipc_codec.describe_handles(handles)
+    def _decode(updates: Sequence[UpdateInfo]) -> list[UpdateInfo]:
+        """Station 8: the updates with their handles as inert values. Workers share one that is for all."""
+        distinct = {id(update): update for update in updates}
+        decoded = {at: replace(update, handles=_handles_of(update)) for at, update in distinct.items()}
+        return [decoded[id(update)] for update in updates]
 
-    def _load(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> None:
+    def _load(self, updates: Sequence[UpdateInfo]) -> None:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
-        opened, rooms = self._open(updates, handles)
+        opened, rooms = self._open(updates)
         if self.witness:
-            self.witness.opened(updates, handles, opened)
+            self.witness.opened(updates, opened)
         for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
             worker.weights |= room
             self.applied.update(update.names)
@@ -263,13 +250,13 @@ class WeightTransferEngine:
         if self.witness:
             self.witness.read()
 
-    def _open(self, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _open(self, updates: Sequence[UpdateInfo]) -> tuple[list[Any], list[Any]]:
         """Every worker's view of the trainer's tensors, and memory for the names that are new."""
         try:
-            each = list(zip(self.workers, updates, handles, strict=True))
-            checked = [worker.check(update, found) for worker, update, found in each]
-            opened = [w.open(u, h, exports) for (w, u, h), exports in zip(each, checked, strict=True)]
-            return opened, [w.make_room(u) for w, u in zip(self.workers, updates, strict=True)]
+            each = list(zip(self.workers, updates, strict=True))
+            checked = [worker.check(update) for worker, update in each]
+            opened = [w.open(u, exports) for (w, u), exports in zip(each, checked, strict=True)]
+            return opened, [worker.make_room(update) for worker, update in each]
         except ValueError as exc:
             if self.witness:
                 self.witness.not_taken(exc)
@@ -385,26 +372,28 @@ class Witness:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self.file.flush()
 
-    def decoded(self, update_info: Any, updates: Sequence[UpdateInfo], handles: Sequence[Any]) -> None:
-        self.came = list(_exports({id(found): found for found in handles}.values()))
-        each = [update.handles for update in updates]
-        self.handles = each if isinstance(update_info, list) else each[0]
+    def decoded(self, update_info: Any, updates: Sequence[UpdateInfo]) -> None:
+        rank_local = isinstance(update_info, list)
+        said = updates if rank_local else updates[:1]
+        self.came = list(_exports(update.handles for update in said if not update.undecodable))
+        described = [ipc_codec.describe_handles(update.handles) for update in said]
+        self.handles = described if rank_local else described[0]
 
     def not_taken(self, exc: ValueError) -> None:
         self.seen[0]["misfit" if isinstance(exc, Misfit) else "unopened"] = str(exc)
 
-    def opened(
-        self, updates: Sequence[UpdateInfo], handles: Sequence[Any], opened: list[list[Tensor]]
-    ) -> None:
+    def opened(self, updates: Sequence[UpdateInfo], opened: list[list[Tensor]]) -> None:
         self.chunk = []
         for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
-            exports = worker.lent_to_me(handles[at])
+            exports = worker.lent_to_me(update)
             before = _counters(exports, self.loans[at])
             if not worker.session.packed:
                 loans = zip(update.names, exports, weights, [count == 1 for count in before], strict=True)
                 self.loans[at] += [Loan(*loan) for loan in loans]
             else:
-                buffer = worker.buffer.open(handles[at])  # the slices themselves: an unaligned one was copied
+                buffer = worker.buffer.open(
+                    update.handles
+                )  # the slices themselves: an unaligned one was copied
                 weights = list(buffer[: sum(update.sizes)].split(update.sizes)) if update.sizes else []
                 self._lend_buffer(self.loans[at], exports[0], before[0] == 1)
             self.chunk.append(weights)

@@ -606,7 +606,7 @@ def test_a_pair_decodes_to_be_told_apart():
     (handle,) = ipc_codec.decode_handles(text)
     assert handle["u"] == ("torch.multiprocessing.reductions.rebuild_cuda_tensor", GOOD_DECODED)
     with pytest.raises(HandleError, match="bare fifteen"):
-        ipc_codec.check_args(handle["u"], "cuda:0")
+        ipc_codec.check_exports([handle["u"]], "cuda:0")[0]
 
 
 def test_describe_bounds_what_it_does_not_know():
@@ -623,7 +623,7 @@ def test_describe_bounds_what_it_does_not_know():
     assert len(json.dumps(described)) < 2000
 
 
-# Every check of check_args ----------------------------------------------------------------------------------
+# Every check of check_exports -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -696,50 +696,52 @@ BAD = [  # (field, bad value, what the message says); one argument of good ones 
 
 def test_good_args_pass_raw_and_decoded(counter_file):
     for args in (good_args(), list(good_args()), GOOD_DECODED, IpcArgs(*good_args())):
-        checked = ipc_codec.check_args(args, "cuda:3")
+        checked = ipc_codec.check_exports([args], "cuda:3")[0]
         assert checked == (*good_args()[:6], 3, *good_args()[7:10], False, *good_args()[11:])
         assert type(checked) is IpcArgs and checked.tensor_cls is torch.Tensor
         assert checked.dtype is torch.bfloat16 and checked.storage_cls is torch.storage.TypedStorage
     trained = IpcArgs(*good_args())._replace(tensor_cls=torch.nn.Parameter, requires_grad=True)
-    assert ipc_codec.check_args(trained, "cuda:3") == checked
+    assert ipc_codec.check_exports([trained], "cuda:3")[0] == checked
     segments = IpcArgs(*good_args())._replace(storage_handle=b"\x02e" + bytes(28))
-    assert ipc_codec.check_args(segments, "cuda:0").storage_handle == segments.storage_handle
+    assert ipc_codec.check_exports([segments], "cuda:0")[0].storage_handle == segments.storage_handle
 
 
 @pytest.mark.parametrize(("field", "value", "says"), BAD, ids=lambda v: str(v)[:20])
 def test_one_bad_argument_is_refused(counter_file, field, value, says):
     with pytest.raises(HandleError, match=re.escape(says)):
-        ipc_codec.check_args(tuple(IpcArgs(*good_args())._replace(**{field: value})), "cuda:0")
+        ipc_codec.check_exports([tuple(IpcArgs(*good_args())._replace(**{field: value}))], "cuda:0")[0]
 
 
 @pytest.mark.parametrize("args", [None, "text", {}, (), good_args()[:14], (*good_args(), 0), 15, b"x" * 15])
 def test_what_is_not_fifteen_arguments_is_refused(args):
     with pytest.raises(HandleError):
-        ipc_codec.check_args(args, "cuda:0")
+        ipc_codec.check_exports([args], "cuda:0")[0]
 
 
 def test_sizes_that_overflow_are_refused(counter_file):
     huge = IpcArgs(*good_args())._replace(tensor_size=(2**62, 2**62), tensor_stride=(0, 0))
     with pytest.raises(HandleError, match="more than any memory"):
-        ipc_codec.check_args(huge, "cuda:0")
+        ipc_codec.check_exports([huge], "cuda:0")[0]
 
 
 def test_a_counter_file_must_be_whole_and_a_file(counter_file):
     counter_file.write_bytes(bytes(ipc_codec.COUNTER_FILE_BYTES - 1))
     with pytest.raises(HandleError, match="of 80064 bytes"):
-        ipc_codec.check_args(good_args(), "cuda:0")
+        ipc_codec.check_exports([good_args()], "cuda:0")[0]
     counter_file.unlink()
     counter_file.symlink_to("/proc/kcore")
     with pytest.raises(HandleError, match="of 80064 bytes"):
-        ipc_codec.check_args(good_args(), "cuda:0")
+        ipc_codec.check_exports([good_args()], "cuda:0")[0]
 
 
 def test_a_storage_without_bytes_has_no_handle():
     empty = IpcArgs(*args_of(ipc_codec.export_handle(torch.empty(0, 3))))
     assert empty[7:] == (None, 0, 0, False, None, 0, None, None)
     for device in ("cpu:0", "cuda:0"):
-        assert ipc_codec.check_args(empty, device).tensor_size == (0, 3)
-        assert ipc_codec.check_args(empty._replace(event_handle=bytes(64), event_sync_required=True), device)
+        assert ipc_codec.check_exports([empty], device)[0].tensor_size == (0, 3)
+        assert ipc_codec.check_exports(
+            [empty._replace(event_handle=bytes(64), event_sync_required=True)], device
+        )[0]
     for field, value in {
         "storage_handle": b"\x02c" + bytes(64),
         "tensor_size": (1, 3),
@@ -748,13 +750,13 @@ def test_a_storage_without_bytes_has_no_handle():
         "event_sync_required": 0,
     }.items():
         with pytest.raises(HandleError):
-            ipc_codec.check_args(empty._replace(**{field: value}), "cuda:0")
+            ipc_codec.check_exports([empty._replace(**{field: value})], "cuda:0")[0]
 
 
 def test_an_emulated_handle_is_checked():
     weight = torch.ones(4)
     good = IpcArgs(*args_of(ipc_codec.export_handle(weight)))
-    assert ipc_codec.check_args(good, "cpu:1").storage_device == 1
+    assert ipc_codec.check_exports([good], "cpu:1")[0].storage_device == 1
     for field, value, says in [
         ("storage_handle", good.storage_handle + b"0", "no file"),
         ("storage_handle", b"cpu:/torch_1_2_3/../x", "storage_handle"),
@@ -763,7 +765,7 @@ def test_an_emulated_handle_is_checked():
         ("storage_size_bytes", 17, "no file"),
     ]:
         with pytest.raises(HandleError, match=re.escape(says)):
-            ipc_codec.check_args(good._replace(**{field: value}), "cpu:0")
+            ipc_codec.check_exports([good._replace(**{field: value})], "cpu:0")[0]
     assert Path("/dev/shm", file_of(good)).stat().st_size == 64 + 16, "nothing has grown"
     ipc_codec.settle(good)
 
@@ -992,7 +994,7 @@ def test_random_flips_are_refused_or_inert():
             handles[0].values() if type(handles) is list and handles and type(handles[0]) is dict else ()
         ):
             with pytest.raises(HandleError):  # the counter file of a made-up handle is missing at the least
-                ipc_codec.check_args(args, "cuda:0")
+                ipc_codec.check_exports([args], "cuda:0")[0]
     assert 500 < decoded < 4500
 
 
