@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import select
 import signal
@@ -206,6 +207,7 @@ class HTTPWeightSyncClient:
         self.timeout = timeout
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy has no business between two processes of one host
+        self._prepared: dict[str, requests.PreparedRequest] = {}  # to prepare takes longer than to send
         self._answered_at = 0.0
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
@@ -246,9 +248,7 @@ class HTTPWeightSyncClient:
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
         try:
-            reply = self._http.post(
-                f"{self.url}/{path}", json=body, timeout=self.timeout, allow_redirects=False
-            )
+            reply = self._http.send(self._request(path, body), timeout=self.timeout, allow_redirects=False)
         except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
             raise SyncError(f"{path}: {self._no_answer(exc)}") from None
@@ -265,6 +265,16 @@ class HTTPWeightSyncClient:
         if not isinstance(answer, dict):
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
         return answer
+
+    def _request(self, path: str, body: Any) -> requests.PreparedRequest:
+        if path not in self._prepared:
+            plain = requests.Request("POST", f"{self.url}/{path}")
+            self._prepared[path] = self._http.prepare_request(plain)
+        request = self._prepared[path].copy()
+        if body is not None:
+            request.headers["Content-Type"] = "application/json"
+            request.prepare_body(json.dumps(body, allow_nan=False), files=None)
+        return request
 
     def _no_answer(self, exc: Exception) -> str:
         if isinstance(exc, requests.Timeout):
