@@ -23,6 +23,7 @@ import argparse
 import enum
 import itertools
 import json
+import marshal
 import math
 import re
 import reprlib
@@ -146,6 +147,7 @@ class UpdateInfo:
     unknown: tuple[str, ...] = ()
     handles: Any = None
     rank_local: bool = False  # an entry of a list: its chunks end with other workers' chunks
+    known: UpdateInfo | None = None  # one with the same layout, in the same mode, that broke no rule
 
     WIRE = ("names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes", "ipc_handles")
 
@@ -160,6 +162,8 @@ class UpdateInfo:
     @cached_property
     def rows(self) -> list[tuple[str, str, Sequence[int]]]:
         """(name, torch's dtype name, shape) of each tensor; empty where another rule finds them broken."""
+        if self.known:
+            return self.known.rows
         if not (_strings(self.names) and _strings(self.dtype_names) and isinstance(self.shapes, list)):
             return []
         dtypes = [DTYPE_ALIASES.get(name, name) for name in self.dtype_names]
@@ -172,7 +176,17 @@ class UpdateInfo:
     @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each tensor by its shape and dtype, one for each of `rows`."""
+        if self.known:
+            return self.known.sizes
         return [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in self.rows]
+
+    @property
+    def layout(self) -> bytes:
+        """What does not change from sync to sync: equal bytes are equal metadata, type for type."""
+        try:
+            return marshal.dumps((self.names, self.dtype_names, self.shapes, self.tensor_sizes), 2)
+        except ValueError:
+            return b""  # nested more deeply than any shape is: a rule finds it
 
     @property
     def undecodable(self) -> str:
@@ -367,8 +381,9 @@ class Session:
         `message`: InitInfo, UpdateInfo or None; or an Evidence, for the witness rules.
         """
         about = WITNESS_RULES if isinstance(message, Evidence) else MESSAGE_RULES
-        asked = ((rule, rule.violation(message, self)) for rule in about.get(call, ()))
-        return [Refused(rule, seen) for rule, seen in asked if seen]
+        skipped = LAYOUT_RULES if isinstance(message, UpdateInfo) and message.known else ()
+        rules = [rule for rule in about.get(call, ()) if rule.id not in skipped]
+        return [Refused(rule, seen) for rule in rules if (seen := rule.violation(message, self))]
 
     def settle(self, call: str, message: InitInfo | UpdateInfo | None, ok: bool) -> None:
         """Records how a call that was let in ended."""
@@ -1021,6 +1036,10 @@ ABOUT_HANDLES = {  # what is not known of an update whose handles nobody has des
     *("handles.decodable", "handles.form", "unpacked.handles-counted", "unpacked.handle-matches"),
     *("unpacked.own-export", "unpacked.tied-in-pairs", "unpacked.overlap-alike"),
     *("packed.buffer-form", "packed.within-buffer", "packed.chunk-full"),
+}
+LAYOUT_RULES = {  # what need not be looked at again where the layout is known
+    *("update.lengths", "dtype.real", "dtype.canonical", "shapes.sizes"),
+    *("packed.tensor-sizes", "packed.sizes-counted", "packed.size-of-shape", "packed.aligned"),
 }
 for _rule in RULES.values():
     if _rule.check is not None:

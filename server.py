@@ -81,7 +81,7 @@ class Worker:
 
     def check(self, update: UpdateInfo) -> list[ipc_codec.IpcArgs]:
         """Everything that can be said before a device is touched. The exports; raises ValueError."""
-        for name, dtype, shape in update.rows:
+        for name, dtype, shape in () if update.known else update.rows:
             self._check_fit(name, dtype, list(shape))
         return ipc_codec.check_exports(self.lent_to_me(update), self.device)
 
@@ -176,6 +176,10 @@ class WeightTransferEngine:
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
+        self.layouts: dict[
+            tuple[bool, bytes], UpdateInfo
+        ] = {}  # of the last good sync: they need no second look
+        self.brought: dict[tuple[bool, bytes], UpdateInfo] = {}  # by the open session
 
     @property
     def mixed(self) -> bool:
@@ -224,15 +228,26 @@ class WeightTransferEngine:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
             self._load(updates)
+            if not updates[0].rank_local:
+                known = updates[0].known or replace(updates[0], ipc_handles_pickled=None, handles=None)
+                self.brought[self._layout(updates[0])] = known
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
-    @staticmethod
-    def _decode(updates: Sequence[UpdateInfo]) -> list[UpdateInfo]:
+    def _decode(self, updates: Sequence[UpdateInfo]) -> list[UpdateInfo]:
         """Station 8: the updates with their handles as inert values. Workers share one that is for all."""
         distinct = {id(update): update for update in updates}
-        decoded = {at: replace(update, handles=_handles_of(update)) for at, update in distinct.items()}
+        decoded = {
+            at: replace(update, handles=_handles_of(update), known=self._known(update))
+            for at, update in distinct.items()
+        }
         return [decoded[id(update)] for update in updates]
+
+    def _known(self, update: UpdateInfo) -> UpdateInfo | None:
+        return None if update.rank_local else self.layouts.get(self._layout(update))
+
+    def _layout(self, update: UpdateInfo) -> tuple[bool, bytes]:
+        return self.workers[0].session.packed, update.layout
 
     def _load(self, updates: Sequence[UpdateInfo]) -> None:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
@@ -246,7 +261,8 @@ class WeightTransferEngine:
             worker.copy(update.names, weights)
         for worker in self.workers:
             worker.synchronize()  # station 11: the bytes have been read, on every device
-        time.sleep(self.hold_seconds)
+        if self.hold_seconds:
+            time.sleep(self.hold_seconds)
         if self.witness:
             self.witness.read()
 
@@ -274,6 +290,7 @@ class WeightTransferEngine:
                 self.witness.finished()
             self.torn -= self.applied
             self.applied = set()
+            self.layouts, self.brought = self.brought, {}
             if weight_version is not None:
                 self.weight_version = weight_version
         return ""
@@ -301,6 +318,7 @@ class WeightTransferEngine:
             if call == "update_weights":
                 self.torn |= self.applied
                 self.applied = set()
+                self.brought = {}
                 self._release()
                 if self.witness:
                     self.witness.failed()

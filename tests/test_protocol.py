@@ -97,6 +97,26 @@ def test_a_counterexample_breaks_its_own_rule_alone(mode, rule, at):
     assert broken(mode, shown(rule.breaks[at](GOOD[mode]))) == [rule.id]
 
 
+@pytest.mark.parametrize(("mode", "rule", "at"), UPDATE_BREAKS)
+def test_a_counterexample_breaks_its_rule_where_the_good_layout_is_known_too(mode, rule, at):
+    good, bad = shown(GOOD[mode]), shown(rule.breaks[at](GOOD[mode]))
+    known = good if bad.layout == good.layout else None
+    assert broken(mode, dataclasses.replace(bad, known=known)) == [rule.id]
+
+
+def test_a_layout_is_equal_type_for_type():
+    layouts = {shown(UNPACKED | {"shapes": [first, [3]]}).layout for first in ([1, 2], [True, 2], [1.0, 2])}
+    assert len(layouts) == 3
+    assert shown(UNPACKED).layout == shown(json.loads(json.dumps(UNPACKED))).layout
+
+
+def test_a_layout_that_nests_too_deeply_is_nobodys():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    assert shown(UNPACKED | {"shapes": deep}).layout == b""
+
+
 @pytest.mark.parametrize("rule", [r for r in RULES.values() if r.call.startswith("init") and r.breaks])
 def test_an_init_counterexample_breaks_its_own_rule_alone(rule):
     def broken_by(info):
@@ -172,7 +192,9 @@ def test_no_rule_raises_whatever_the_fields_hold(seed):
     pick = random.Random(seed).choice
     for _ in range(500):
         fields = {
-            field.name: pick(JUNK) for field in dataclasses.fields(UpdateInfo) if field.name != "unknown"
+            field.name: pick(JUNK)
+            for field in dataclasses.fields(UpdateInfo)
+            if field.name not in ("unknown", "known")  # the receiver's own
         }
         good = {
             name: value for name, value in shown(GOOD[pick(list(GOOD))]).__dict__.items() if name in fields
