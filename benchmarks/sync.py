@@ -9,7 +9,9 @@ weights have the names and shapes of the checkpoint, and random bits. PHASES say
 from outside: the self time of each, summed over a sync. What no phase covers is "other". `HTTP` is the
 trainer's call without the server's part. Nothing synchronises a device that the program does not.
 The total is of syncs without timers; the phases are of other syncs, and what timing cost them is printed.
-The floor is one copy of the same weights on the same device; packed, every byte is copied twice.
+The floor is one copy of the same weights on the same device, measured before and after each block; packed,
+every byte is copied twice. Minima and maxima are printed: where they are far apart the machine was busy.
+On the CPU each side has one thread: with two, small copies took up to tens of times longer on a busy machine.
 Peak extra memory is what torch allocated on the GPU in a sync; on the CPU it is the growth of the resident
 set, in which the server's mapping of the trainer's memory counts as well.
 """
@@ -300,8 +302,8 @@ class Pair:
 # --- What is measured ---------------------------------------------------------------------------------
 
 
-def one_copy(weights: Weights, syncs: int) -> float:
-    """Median seconds of one copy of all weights on their device, through a scratch that is written again."""
+def one_copy(weights: Weights, syncs: int) -> list[float]:
+    """Seconds of one copy of all weights on their device, `syncs` times; a small scratch takes them in turn."""
     parts = [part for memory in weights.memory for part in memory.split(SCRATCH_BYTES // 2)]
     sizes = {str(at): part.numel() for at, part in enumerate(parts)}
     groups = [[parts[int(at)] for at in group] for group in protocol.plan_chunks(sizes, SCRATCH_BYTES // 2)]
@@ -316,7 +318,7 @@ def one_copy(weights: Weights, syncs: int) -> float:
             torch.cuda.synchronize(scratch.device)
         return time.perf_counter() - began
 
-    return median([copy() for _ in range(WARM_UPS + syncs)][WARM_UPS:])
+    return [copy() for _ in range(WARM_UPS + syncs)][WARM_UPS:]
 
 
 def measure(pair: Pair, weights: Weights, mode: str, buffer_bytes: int, syncs: int) -> dict[str, Any]:
@@ -334,6 +336,7 @@ def measure(pair: Pair, weights: Weights, mode: str, buffer_bytes: int, syncs: i
         "tensors": len(weights.tensors),
         "bytes": weights.nbytes,
         "total_ms": 1e3 * total,
+        "total_range_ms": spread([sync["total"] for sync in plain]),
         "timed_total_ms": 1e3 * with_timers,
         "gb_per_s": weights.nbytes / total / 1e9,
         "phases": [
@@ -348,13 +351,17 @@ def blocks(options: argparse.Namespace, preset: str) -> Iterator[dict[str, Any]]
     """One preset on a fresh server: a block for each mode and buffer, then the round trip."""
     with Pair(options.device) as pair:
         weights = make_weights(shapes_of(preset, options.scale), options.device, options.arena)
-        floor = 1e3 * one_copy(weights, options.syncs)
         for mode in options.modes:
             for buffer_bytes in options.buffer_bytes if mode == "packed" else [0]:
-                tidy(options.device)
+                copies = one_copy(weights, options.syncs)
+                tidy(options.device)  # its scratch
                 block = measure(pair, weights, mode, buffer_bytes, options.syncs)
+                tidy(options.device)
+                copies += one_copy(weights, options.syncs)
+                floor = 1e3 * median(copies)
                 about = {"kind": "sync", "preset": preset, "scale": options.scale, "arena": options.arena}
-                yield about | block | {"floor_ms": floor, "floors": block["total_ms"] / floor}
+                floors = {"floor_ms": floor, "floor_range_ms": spread(copies)}
+                yield about | block | floors | {"floors": block["total_ms"] / floor}
         del weights
         tidy(options.device)
         yield {"kind": "round trip", **round_trip(pair)}
@@ -397,6 +404,10 @@ def growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 tidy(options.device)
 
 
+def spread(seconds: list[float]) -> list[float]:
+    return [1e3 * min(seconds), 1e3 * max(seconds)]
+
+
 def tidy(device: torch.device) -> None:
     ipc_codec.ipc_collect()
     if device.type == "cuda":
@@ -423,12 +434,23 @@ def as_text(result: dict[str, Any]) -> str:
         [
             f"{result['preset']}, {result['mode']}{buffer}, {layout}, scale {result['scale']:g}: {size}",
             *(row.format(**phase) for phase in result["phases"]),
-            f"  total {result['total_ms']:.2f} ms (with timers {result['timed_total_ms']:.2f}), "
-            f"{result['gb_per_s']:.1f} GB/s, {result['floors']:.2f} times one copy "
-            f"({result['floor_ms']:.2f} ms){_target(result)}",
+            f"  total {_ranged(result, 'total')} (with timers {result['timed_total_ms']:.2f}), "
+            f"{result['gb_per_s']:.1f} GB/s{_target(result)}",
+            f"  {result['floors']:.2f} times one copy: {_ranged(result, 'floor')}{_doubt(result)}",
             f"  peak extra memory in a sync: {extra}\n",
         ]
     )
+
+
+def _ranged(result: dict[str, Any], what: str) -> str:
+    least, most = result[f"{what}_range_ms"]
+    return f"{result[f'{what}_ms']:.2f} ms ({least:.2f} to {most:.2f})"
+
+
+def _doubt(result: dict[str, Any]) -> str:
+    """A sync contains a copy of all bytes, so none is faster; and a quiet machine repeats itself."""
+    apart = max(most / least for least, most in (result["total_range_ms"], result["floor_range_ms"]))
+    return "; NOT TO BE TRUSTED: was the machine busy?" if result["floors"] < 1 or apart > 2 else ""
 
 
 def _target(result: dict[str, Any]) -> str:
@@ -458,9 +480,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
+    device = server.parse_devices(options.device)[0]
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     if options.serve:
         serve(options.device)
-    options.device = server.parse_devices(options.device)[0]
+    options.device = device
     options.scale = options.scale or (1 if options.device.type == "cuda" else 0.02)
     options.modes = MODES if options.mode == "both" else [options.mode]
     presets = options.preset or ["llama-3.1-8b"]
