@@ -303,7 +303,7 @@ class Pair:
 
 
 def one_copy(weights: Weights, syncs: int) -> list[float]:
-    """Seconds of one copy of all weights on their device, `syncs` times; a small scratch takes them in turn."""
+    """Seconds of one copy of all weights on their device, `syncs` times, into a scratch that is reused."""
     parts = [part for memory in weights.memory for part in memory.split(SCRATCH_BYTES // 2)]
     sizes = {str(at): part.numel() for at, part in enumerate(parts)}
     groups = [[parts[int(at)] for at in group] for group in protocol.plan_chunks(sizes, SCRATCH_BYTES // 2)]
@@ -424,7 +424,7 @@ def as_text(result: dict[str, Any]) -> str:
         client, bare = f"client {result['client_ms']:.3f} ms", f"http.client {result['bare_ms']:.3f} ms"
         return f"POST /resume: {client}, {bare}, {ratio}\n"
     if result["kind"] == "growth":
-        rate = f"{result['total_ms']:10.2f} ms {result['gb_per_s']:8.1f} GB/s"
+        rate = f"{_ranged(result, 'total')}, {result['gb_per_s']:.3g} GB/s{_doubt(result)}"
         return f"growth with {result['series']:<8} {result['mode']:<9} {size:<28} {rate}"
     buffer = f", buffer {result['buffer_bytes']:,} bytes" if result["buffer_bytes"] else ""
     layout = "arena" if result["arena"] else "no arena"
@@ -449,8 +449,9 @@ def _ranged(result: dict[str, Any], what: str) -> str:
 
 def _doubt(result: dict[str, Any]) -> str:
     """A sync contains a copy of all bytes, so none is faster; and a quiet machine repeats itself."""
-    apart = max(most / least for least, most in (result["total_range_ms"], result["floor_range_ms"]))
-    return "; NOT TO BE TRUSTED: was the machine busy?" if result["floors"] < 1 or apart > 2 else ""
+    ranges = [result[key] for key in ("total_range_ms", "floor_range_ms") if key in result]
+    apart = max(most / least for least, most in ranges)
+    return "; NOT TO BE TRUSTED: was the machine busy?" if result.get("floors", 1) < 1 or apart > 2 else ""
 
 
 def _target(result: dict[str, Any]) -> str:
