@@ -9,40 +9,49 @@ read `send_weights` with a finger (stations 1 to 6, then 12), and go on at `App.
     python trainer.py --spawn-server --packed   the same, through one buffer
     python trainer.py http://127.0.0.1:8000 --checkpoint model.safetensors
                                                 sends a checkpoint, and checks that every byte arrived
+    torchrun --nproc-per-node 2 trainer.py ...  the same on two GPUs: a rank lends to the worker on its own
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import functools
+import itertools
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 import ipc_codec
 from ipc_codec import HandleError, PackedBuffer
-from protocol import GATE, UpdateInfo, plan_chunks
+from protocol import GATE, UpdateInfo, merge_handles, plan_chunks
 
 STEPS = 24
 TIMEOUT = 300.0  # seconds a call may take
 START_WAIT = 30.0  # seconds that another trainer is given to end its update
 PACKED_BUFFER_SIZE_BYTES = 1 << 30  # vLLM's default
 SERVER_START_SECONDS = 60.0
+GRACE = 5.0  # seconds by which the other ranks outwait rank 0, so that it can say why it gave up
 
 
 # --- The policy: model, reward, loop ------------------------------------------------------------------
@@ -146,8 +155,10 @@ def logprobs_of(model: torch.nn.Module, rollouts: Rollouts, device: torch.device
 def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device) -> None:
     """GRPO: sample from the server, reward, advantage in the group, a step, and the weights go back.
 
-    Raises SyncError unless at the end the weights are identical and the reward has tripled.
+    Under torchrun every rank steps on the same batch, which rank 0 samples. Raises SyncError unless at the
+    end the weights are identical and the reward has tripled.
     """
+    ranks = Ranks(seconds=options.timeout)
     torch.manual_seed(options.seed)
     model = ByteLM().to(ipc_codec.place(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -155,28 +166,50 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
     sync.send(model.state_dict(), "step 0")
     first = last = 0.0
     for step in range(1, options.steps + 1):
-        rollouts = sample(client, seed=options.seed * 1_000_000 + step)
+        seed = options.seed * 1_000_000 + step
+        rollouts = ranks.first("sample", functools.partial(sample, client, seed))
         rewards = reward(rollouts.tokens).view(-1, GROUP)
-        advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        logprobs = logprobs_of(model, rollouts, device)
-        difference = (logprobs.detach().cpu() - rollouts.logprobs).abs().max().item()
-        loss = -(advantage.view(-1, 1).to(device) * logprobs).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        learning = functools.partial(learn, model, optimizer, rollouts, rewards, device)
+        difference = ranks.together("step", learning, max)
 
-        client.pause()  # nobody samples from a mix; and it drops what was cached of the old weights
+        ranks.first("pause", client.pause)  # nobody samples from a mix; and caches of the old weights go
         sent = sync.send(model.state_dict(), f"step {step}")
-        client.resume()
+        ranks.first("resume", client.resume)
 
         last = rewards.mean().item()
         first = first or last
-        print(f"step {step:>3}  reward {last:.3f}  logprob difference {difference:.1e}  {sent}", flush=True)
-    print(verify(client, model.state_dict(), lambda: sync.send(model.state_dict(), "again")))
+        if ranks.rank == 0:
+            print(
+                f"step {step:>3}  reward {last:.3f}  logprob difference {difference:.1e}  {sent}", flush=True
+            )
+    found = verify(client, model.state_dict(), lambda: sync.send(model.state_dict(), "again"))
+    if ranks.rank == 0:
+        print(found)
     if options.steps and last < 3 * first:
         raise SyncError(
             f"the reward went from {first:.3f} to {last:.3f}: not tripled, the policy did not learn"
         )
+
+
+def learn(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts,
+    rewards: Tensor,
+    device: torch.device,
+) -> float:
+    """One step on the batch. How far the model's log-probabilities are from the server's, at most."""
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    logprobs = logprobs_of(model, rollouts, device)
+    loss = -(advantage.view(-1, 1).to(device) * logprobs).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if (ranks := Ranks().size) > 1:
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            dist.all_reduce(grad)  # the same bits on every rank, and so are the weights after the step
+            grad /= ranks
+    optimizer.step()
+    return (logprobs.detach().cpu() - rollouts.logprobs).abs().max().item()
 
 
 class SyncError(RuntimeError):
@@ -189,6 +222,13 @@ class SyncError(RuntimeError):
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
+
+
+class RankError(SyncError):
+    """A rank failed, or is not like the others. No request is under way: the server reads nothing."""
+
+    FAILED, ENDED, ECHO = range(3)
+    order = (ENDED, 0.0)  # and when: of several the smallest is the cause
 
 
 # --- The conversation: one HTTP client ----------------------------------------------------------------
@@ -207,7 +247,7 @@ class HTTPWeightSyncClient:
         self.timeout = timeout
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy has no business between two processes of one host
-        self._prepared: dict[str, requests.PreparedRequest] = {}  # to prepare takes longer than to send
+        self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}  # to prepare takes longer than to send
         self._answered_at = 0.0
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
@@ -235,6 +275,10 @@ class HTTPWeightSyncClient:
     def resume(self) -> None:
         self.call("resume")
 
+    def world_size(self) -> int:
+        """The number of the server's workers."""
+        return self.call("get_world_size", method="GET").get("world_size", 0)
+
     def checksums(self) -> dict[str, str]:
         """sha256 of each parameter the server holds, by `dp0:pp0:pcp0:tp0:<name>`."""
         checksums = self.call("weight_checker", {"action": "checksum"}).get("checksums")
@@ -242,13 +286,14 @@ class HTTPWeightSyncClient:
             raise SyncError("weight_checker: the server answered without checksums")
         return checksums
 
-    def call(self, path: str, body: Any = None) -> dict[str, Any]:
-        """One POST, one answer: the JSON object of a 2xx."""
+    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
+        """One request, one answer: the JSON object of a 2xx."""
         # A server closes idle connections (vLLM after 5 s), and must not do it under a request.
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
         try:
-            reply = self._http.send(self._request(path, body), timeout=self.timeout, allow_redirects=False)
+            request = self._request(method, path, body)
+            reply = self._http.send(request, timeout=self.timeout, allow_redirects=False)
         except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
             raise SyncError(f"{path}: {self._no_answer(exc)}") from None
@@ -266,11 +311,11 @@ class HTTPWeightSyncClient:
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
         return answer
 
-    def _request(self, path: str, body: Any) -> requests.PreparedRequest:
-        if path not in self._prepared:
-            plain = requests.Request("POST", f"{self.url}/{path}")
-            self._prepared[path] = self._http.prepare_request(plain)
-        request = self._prepared[path].copy()
+    def _request(self, method: str, path: str, body: Any) -> requests.PreparedRequest:
+        if (method, path) not in self._prepared:
+            plain = requests.Request(method, f"{self.url}/{path}")
+            self._prepared[method, path] = self._http.prepare_request(plain)
+        request = self._prepared[method, path].copy()
         if body is not None:
             request.headers["Content-Type"] = "application/json"
             request.prepare_body(json.dumps(body, allow_nan=False), files=None)
@@ -304,11 +349,164 @@ def _reason(reply: requests.Response) -> str:
         return " ".join(reply.text.split())[:200] or "(empty)"
 
 
+# --- The ranks: processes that take part in a sync ----------------------------------------------------
+
+
+class Ranks:
+    """The processes of a sync: each lends to the worker on its own GPU, and rank 0 alone speaks HTTP.
+
+    They go step by step, `together`, and talk through rank 0, over gloo groups of their own. Every wait has
+    a limit. A process that is alone says nothing, and waits for nobody.
+
+    group: of torch.distributed; None: the default group if there is one, else this process alone.
+    seconds: how much later than rank 0 a rank may come, and rank 0's share of a step may take.
+    """
+
+    def __init__(self, group: Any = None, seconds: float = TIMEOUT):
+        self.seconds = seconds
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group: only the ranks of a group call this")
+        if self.size > 1:
+            self._up, self._down = _control_groups(group or dist.group.WORLD, seconds)
+
+    def together(
+        self,
+        step: str,
+        mine: Callable[[], Any] = lambda: None,
+        then: Callable[[list[Any]], Any] = lambda each: None,
+        seconds: float | None = None,
+    ) -> Any:
+        """All do `mine`; when all have, rank 0 does `then` with their results. All return what it returned.
+
+        So it is a barrier before `then`, and one after it. Where `mine` raises on a rank, nobody does `then`;
+        what either raises ends the step on all ranks: as it is where it was raised, and where rank 0 was
+        refused something by the server; a RankError that names the rank elsewhere.
+        """
+        if self.size == 1:
+            return then([mine()])
+        seconds = self.seconds if seconds is None else seconds
+        try:
+            said = mine()
+        except Exception as exc:
+            failure = _failure(self.rank, exc)
+            try:
+                self._exchange(step, failure, then, seconds)
+            except RankError as cause:
+                if failure.order[0] == RankError.ECHO and cause.order != failure.order:
+                    raise cause from exc
+            except SyncError:
+                pass  # rank 0 has ended as well: our own failure says more
+            raise
+        return self._exchange(step, said, then, seconds)
+
+    def first(self, step: str, work: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Rank 0 does it, when all are there; all return what it returned, or raise what it raised."""
+        return self.together(step, then=lambda each: work(), seconds=seconds)
+
+    def _exchange(self, step: str, said: Any, then: Callable[[list[Any]], Any], seconds: float) -> Any:
+        """Up to rank 0, and down from it."""
+        if self.rank == 0:
+            return self._lead(step, said, then)
+        limit, began = self.seconds + seconds + GRACE, time.monotonic()
+        try:
+            _say(self._up, 0, (step, said), limit)
+            answer = _hear(self._down, 0, limit)
+        except RuntimeError:
+            late = time.monotonic() - began >= limit
+            how = f"did not answer within {limit:g} s" if late else "has ended"
+            raise SyncError(f"{step}: rank 0 {how}; the server may have been asked") from None
+        if isinstance(answer, SyncError):
+            raise copy.copy(answer)  # a local that is raised holds itself, and all tensors of its frames
+        return answer
+
+    def _lead(self, step: str, said: Any, then: Callable[[list[Any]], Any]) -> Any:
+        """Rank 0's part: hears all, does `then`, tells all."""
+        deadline = time.monotonic() + self.seconds
+        try:
+            each = [said, *(self._from(rank, step, deadline) for rank in range(1, self.size))]
+            if failed := [one for one in each if isinstance(one, RankError)]:
+                raise copy.copy(min(failed, key=lambda failure: failure.order))
+            answer = then(each)
+        except Exception as exc:
+            self._tell(exc if isinstance(exc, SyncError) else _failure(0, exc))
+            raise
+        self._tell(answer)
+        return answer
+
+    def _from(self, rank: int, step: str, deadline: float) -> Any:
+        """What that rank says in this step; a RankError where it failed, has ended or is late."""
+        try:
+            its_step, said = _hear(self._up, rank, max(deadline - time.monotonic(), 0.001))
+        except RuntimeError:
+            late = time.monotonic() >= deadline
+            why = f"did not come within {self.seconds:g} s" if late else "has ended"
+            return RankError(f"rank {rank} {why}; rank 0 was at {step!r}")
+        if its_step != step:
+            return RankError(f"rank {rank} is at {its_step!r} and rank 0 at {step!r}: they go different ways")
+        return said
+
+    def _tell(self, answer: Any) -> None:
+        for rank in range(1, self.size):
+            with contextlib.suppress(RuntimeError):  # it has ended: the next step will see that
+                _say(self._down, rank, answer, self.seconds)
+
+
+def _failure(rank: int, exc: Exception) -> RankError:
+    """What the other ranks raise for it. A bare RuntimeError is a collective's: an echo of another's end."""
+    failure = RankError(f"rank {rank}: {type(exc).__name__}: {exc}")
+    echo = type(exc) is RuntimeError or isinstance(exc, dist.DistError)
+    failure.order = (RankError.ECHO if echo else RankError.FAILED, time.monotonic())
+    return failure
+
+
+_CONTROL: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _control_groups(group: Any, seconds: float) -> list[Any]:
+    """Two gloo groups of the same ranks: up to rank 0, and down. Made once: making one takes all ranks.
+
+    Two, because a wait that times out closes all connections of its group: rank 0 can still say who is late.
+    """
+    if group not in _CONTROL:
+        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
+        try:
+            _CONTROL[group] = [
+                dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+                for _direction in ("up", "down")
+            ]
+        except RuntimeError as exc:
+            raise SyncError(f"the {len(ranks)} ranks did not meet within {seconds:g} s: {exc}") from None
+    return _CONTROL[group]
+
+
+def _say(group: Any, to: int, value: Any, seconds: float) -> None:
+    """Sends any value, pickled, its length first. Raises RuntimeError, as `_hear` does."""
+    data = bytearray(pickle.dumps(value))
+    for part in (torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)):
+        _done(dist.isend(part, group=group, group_dst=to), seconds)
+
+
+def _hear(group: Any, of: int, seconds: float) -> Any:
+    """The next value of that rank. Raises RuntimeError where it ends before, or says nothing for so long."""
+    length = torch.empty(1, dtype=torch.long)
+    _done(dist.irecv(length, group=group, group_src=of), seconds)
+    data = bytearray(int(length))
+    _done(dist.irecv(torch.frombuffer(data, dtype=torch.uint8), group=group, group_src=of), seconds)
+    return pickle.loads(data)
+
+
+def _done(work: Any, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))
+
+
 # --- The sync -----------------------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
-    """What a sync moved, and how long it took from export to the end of the loan."""
+    """What a sync moved, and how long it took from the plan to the end of the loan."""
 
     tensors: int
     nbytes: int
@@ -324,115 +522,332 @@ class Sent(NamedTuple):
 
 
 Progress = Callable[[str], None]
+Weights = Mapping[str, Tensor]  # by checkpoint name; a DTensor stands for its full tensor
+Device = torch.device | str | None
 
 
 def send_weights(
     client: HTTPWeightSyncClient,
-    weights: Mapping[str, Tensor],
+    weights: Weights | Sequence[Weights],
     *,
-    device: torch.device | str | None = None,
+    device: Device | Sequence[Device] = None,
     weight_version: str | None = None,
     start_wait: float = START_WAIT,
     progress: Progress = lambda line: None,
+    group: Any = None,
+    rank_local: bool = False,
 ) -> Sent:
     """One unpacked sync: every tensor is lent where it lies, and all cross in one update.
 
-    weights: checkpoint names and their full tensors (station 1). Nobody may write them until this
-        returns; where a tensor is not contiguous a copy is lent.
-    device: the worker a CPU tensor is lent to, such as "cpu:1"; CUDA tensors know theirs.
+    client: on every rank; only rank 0's is spoken through, of the others' the time-out counts.
+    weights: checkpoint names and their tensors (station 1). Nobody may write them until this returns. Where
+        one is not contiguous a copy is lent, where one is sharded the full tensor. A list has a mapping for
+        each GPU that this process lends on.
+    device: the worker a CPU tensor is lent to, such as "cpu:1"; CUDA tensors know theirs. Of a list, a list.
     weight_version: set on the server with the finish, and only with it.
+    group: the ranks that send together (see `Ranks`), all of them the same weights.
+    rank_local: the mappings are not the same. Counted by rank, mapping i is for worker i, which is the one
+        at data_parallel_index * world_size + rank. Sharded weights are sent before all others.
 
-    Raises HandleError before anything was said to the server, SyncError after.
+    Raises HandleError before anything was said to the server, SyncError after; where a rank failed, the
+    others raise RankError.
     """
     began = time.monotonic()
-    lent = {name: _named(name, ipc_codec.wire_form, weight) for name, weight in weights.items()}  # 2
-    exports = _export(lent, device)  # 3: the loan begins
-    update = _update_info(lent) | {"ipc_handles": exports}  # 4
+    ranks, updates = Ranks(group, client.timeout), Updates(client, rank_local)
+    parts = _parts(weights, device, rank_local=rank_local)
     told = read = False
     try:
-        _start(client, start_wait, progress)
+        ranks.together("plan", lambda: [part.make_plan() for part in parts], updates.agree)  # 1
+        ranks.together("export", lambda: [part.export() for part in parts], updates.lend)  # 2 to 4: the loan
+        ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
         told = True
-        client.update_weights(update)  # 5 to 11
+        ranks.first("update", lambda: client.update_weights(updates.chunks[0]))  # 5 to 11
         read = True
-        client.finish_weight_update(weight_version)  # 12: answered, the loan ends
+        ranks.first("finish", lambda: client.finish_weight_update(weight_version))  # 12: the loan ends
+        _settle_unopened(parts, ranks, progress)
     except BaseException as exc:
         if not told or (not read and _answered(exc)):
-            _settle(exports)  # nobody opened them, and nobody will
+            _settle(parts)  # nobody opened them, and nobody will
         elif not _answered(exc):
-            progress(f"{len(lent)} tensors stay lent: the server may still read them")
+            lent = sum(len(part.exports) for part in parts)
+            progress(f"{lent} tensors stay lent: the server may still read them")
         raise
     finally:
-        del lent
+        for part in parts:
+            part.lent.clear()
         ipc_codec.ipc_collect()
-    nbytes = sum(weight.nbytes for weight in weights.values())
-    return Sent(len(weights), nbytes, 1, time.monotonic() - began)
+    return _sent(parts, rank_local, time.monotonic() - began)
 
 
 def send_weights_packed(
     client: HTTPWeightSyncClient,
-    weights: Mapping[str, Tensor],
+    weights: Weights | Sequence[Weights],
     packed_buffer_size_bytes: int = PACKED_BUFFER_SIZE_BYTES,
     *,
-    buffer: PackedBuffer | None = None,
-    device: torch.device | str | None = None,
+    buffer: PackedBuffer | Sequence[PackedBuffer] | None = None,
+    device: Device | Sequence[Device] = None,
     weight_version: str | None = None,
     start_wait: float = START_WAIT,
     progress: Progress = lambda line: None,
+    group: Any = None,
+    rank_local: bool = False,
 ) -> Sent:
     """One packed sync: the tensors are copied into one buffer, chunk by chunk, and the buffer is lent.
 
-    weights: checkpoint names and their full tensors (station 1); they may be written again as soon as
-        this returns. None may be larger than the buffer.
-    buffer: one of an earlier sync, for use again; without it one is made, no larger than all weights.
+    weights: checkpoint names and their tensors (station 1); they may be written again as soon as this
+        returns. None may be larger than the buffer. A sharded one is gathered when its turn comes: beside
+        the buffer there is one full tensor at a time.
+    buffer: one of an earlier sync, for use again; without it one is made, no larger than all weights. Of a
+        list of weights, a list.
     The rest, and what it raises, as for `send_weights`.
     """
     began = time.monotonic()
-    for name, weight in weights.items():
-        _named(name, ipc_codec.dense, weight)
-    sizes = {name: weight.nbytes for name, weight in weights.items()}
-    if buffer is None:
-        room = max(1, min(packed_buffer_size_bytes, sum(sizes.values())))
-        buffer = PackedBuffer(room, device or _device_of(weights))
-    try:
-        chunks = plan_chunks(sizes, buffer.capacity_bytes)
-    except ValueError as exc:
-        raise HandleError(str(exc)) from None
-    handle = buffer.export()  # 3: once a sync; before it is filled, so its event covers no write
+    ranks, updates = Ranks(group, client.timeout), Updates(client, rank_local)
+    parts, room = _parts(weights, device, buffer, rank_local), packed_buffer_size_bytes
     told, read = False, 0
+
+    def send_chunk(at: int) -> None:
+        """Barriers on both sides: all have filled before it is sent, and all know that it was read after."""
+        ranks.together(
+            f"chunk {at + 1}",
+            lambda: _fill(parts, at),  # 2
+            lambda each: client.update_weights(updates.chunks[at]),  # 5 to 11
+        )
+
     try:
-        _start(client, start_wait, progress)
-        for names in chunks:
-            chunk = {name: weights[name] for name in names}
-            buffer.fill(chunk.values())  # 2
-            buffer.drain()  # 6: the bytes are there before the server is told
-            tensor_sizes = [sizes[name] for name in names]
-            told = True
-            client.update_weights(_update_info(chunk) | {"ipc_handles": handle, "tensor_sizes": tensor_sizes})
-            read += 1  # 11: answered, so the buffer may be filled again
-            progress(f"chunk {read}/{len(chunks)}")
-        client.finish_weight_update(weight_version)  # 12
+        count = ranks.together("plan", lambda: [part.make_plan(room) for part in parts], updates.agree)  # 1
+        ranks.together("export", lambda: [part.export_buffer() for part in parts], updates.lend)  # 3, 4
+        ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
+        told = True
+        for at in range(count):
+            send_chunk(at)
+            read += 1  # answered, so the buffer may be filled again
+            if ranks.rank == 0:
+                progress(f"chunk {read}/{count}")
+        ranks.first("finish", lambda: client.finish_weight_update(weight_version))  # 12
+        _settle_unopened(parts, ranks, progress)
     except BaseException as exc:
         if not told or (not read and _answered(exc)):
-            _settle([handle])  # nobody opened it, and nobody will
+            _settle(parts)  # nobody opened it, and nobody will
         elif _answered(exc):
-            with contextlib.suppress(SyncError):
-                client.shutdown_weight_transfer_engine()  # releases what the server had opened
-        if any(ipc_codec.ref_count(args) for args in handle.values()):
-            buffer.abandon()
-            progress(f"a buffer of {buffer.capacity_bytes:,} bytes stays lent: the server may still read it")
+            with contextlib.suppress(SyncError):  # releases what the server had opened
+                ranks.first("shutdown", client.shutdown_weight_transfer_engine)
+        for part in parts:
+            part.abandon_buffer(progress)
         raise
     finally:
         ipc_codec.ipc_collect()
-    return Sent(len(weights), sum(sizes.values()), len(chunks), time.monotonic() - began)
+    return _sent(parts, rank_local, time.monotonic() - began)
 
 
-def _update_info(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+# --- The sync: its parts ------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What a worker will be told, and how it comes about: the same on all ranks, unless rank-local."""
+
+    chunks: list[dict[str, Any]]  # an update_info each, without handles
+    sharded: list[str]  # names that all ranks gather, in this order
+    capacity: int  # bytes of the packed buffer; 0: unpacked
+
+    def rows(self) -> Iterator[str]:
+        """Name, dtype and shape of each tensor, and whether it is gathered; for people."""
+        for info in self.chunks:
+            for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+                yield f"{name} {dtype} {shape}{' sharded' * (name in self.sharded)}"
+        yield f"the end, in a buffer of {self.capacity} bytes"
+
+
+NOTHING = Plan([], [], 0)
+
+
+@dataclass
+class Part:
+    """What one worker is lent: the weights on its GPU. A process has one, or one for each of its GPUs."""
+
+    weights: Weights
+    device: Device = None
+    buffer: PackedBuffer | None = None
+    plan: Plan = NOTHING
+    lent: list[Tensor] = field(default_factory=list)  # unpacked: held until the loan ends
+    exports: list[ipc_codec.Handle] = field(default_factory=list)
+
+    def make_plan(self, room: int = 0) -> Plan:
+        """Station 1, packed with `room` for a buffer: looks at all, gathers and writes nothing.
+
+        Raises HandleError, naming the tensor, where one cannot be lent.
+        """
+        sharded = [name for name, weight in self.weights.items() if _is_sharded(weight)]
+        for name, weight in self.weights.items():
+            _named(name, ipc_codec.dense, _local(weight))
+        if room:
+            sizes = {name: weight.nbytes for name, weight in self.weights.items()}
+            capacity = self.buffer.capacity_bytes if self.buffer else max(1, min(room, sum(sizes.values())))
+            self.plan = Plan(_chunks(self.weights, sizes, capacity), sharded, capacity)
+        else:
+            self.plan = Plan([_update_info(self.weights)], sharded, 0)
+        return self.plan
+
+    def export(self) -> list[ipc_codec.Handle]:
+        """Stations 2 and 3: a handle for each tensor. Gathers all before the first is lent."""
+        self.lent = [_named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()]
+        for name, tensor in zip(self.weights, self.lent, strict=True):
+            self.exports.append(_named(name, ipc_codec.export_handle, tensor, self.device))
+        return self.exports
+
+    def export_buffer(self) -> ipc_codec.Handle:
+        """Station 3, packed: once a sync; before the buffer is filled, so its event covers no write."""
+        if self.buffer is None:
+            self.buffer = PackedBuffer(self.plan.capacity, self.device or _device_of(self.weights))
+        self.exports.append(self.buffer.export())
+        return self.exports[0]
+
+    def fill(self, at: int) -> None:
+        """Station 2, packed: writes that chunk; on CUDA it is there after `drain` only."""
+        assert self.buffer is not None, "exported before it is filled"
+        names = self.plan.chunks[at]["names"] if at < len(self.plan.chunks) else []
+        weights = [self.weights[name] for name in names]
+        if any(map(_is_sharded, weights)):
+            _fill_gathering(self.buffer, weights)
+        else:
+            self.buffer.fill(weights)
+
+    def drain(self) -> None:
+        """Station 6, packed: the bytes are there before the server is told."""
+        if self.buffer:
+            self.buffer.drain()
+
+    def abandon_buffer(self, progress: Progress) -> None:
+        """After a failure: a buffer that the server may still read is never written again."""
+        if self.buffer and any(map(ipc_codec.ref_count, self.args())):
+            self.buffer.abandon()
+            size = self.buffer.capacity_bytes
+            progress(f"a buffer of {size:,} bytes stays lent: the server may still read it")
+
+    def args(self) -> Iterator[Any]:
+        """The arguments of all exports."""
+        return itertools.chain.from_iterable(handle.values() for handle in self.exports)
+
+
+def _parts(weights: Any, device: Any, buffer: Any = None, rank_local: bool = False) -> list[Part]:
+    if isinstance(weights, Mapping):
+        weights, device, buffer = [weights], [device], [buffer]
+    devices = device or [None] * len(weights)
+    buffers = buffer or [None] * len(weights)
+    if isinstance(devices, (str, torch.device)) or not len(weights) == len(devices) == len(buffers):
+        raise ValueError(f"of {len(weights)} mappings of weights each has a device and a buffer of its own")
+    if rank_local:  # of what comes first the chunks are alike, and so is the order of gathering
+        weights = [dict(sorted(w.items(), key=lambda item: not _is_sharded(item[1]))) for w in weights]
+    return list(map(Part, weights, devices, buffers))
+
+
+class Updates:
+    """What the server will be told, a chunk at a time: out of all ranks' plans and handles. On rank 0."""
+
+    def __init__(self, client: HTTPWeightSyncClient, rank_local: bool):
+        self.client = client
+        self.rank_local = rank_local
+        self.chunks: list[Any] = []
+
+    def agree(self, each: list[list[Plan]]) -> int:
+        """Takes the plans; the number of chunks. Raises RankError unless all ranks have the same."""
+        plans = [plan for of_rank in each for plan in of_rank]
+        if self.rank_local:
+            # More entries than workers pass, as in vLLM: a rank may have none.
+            if (workers := self.client.world_size()) > len(plans):
+                raise RankError(f"the server has {workers} workers, and {len(plans)} mappings are for them")
+            nothing: dict[str, Any] = {"names": [], "dtype_names": [], "shapes": [], "tensor_sizes": []}
+            by_chunk = itertools.zip_longest(*(plan.chunks for plan in plans), fillvalue=nothing)
+            self.chunks = list(map(list, by_chunk))
+        else:
+            _check_alike(each)
+            self.chunks = [*plans[0].chunks]
+        return len(self.chunks)
+
+    def lend(self, each: list[list[Any]]) -> None:
+        """Station 4: takes the handles, and enters them in every chunk."""
+        handles = [handle for of_rank in each for handle in of_rank]
+        if self.rank_local:
+            self.chunks = [list(map(_with_handles, infos, handles)) for infos in self.chunks]
+            return
+        try:
+            merged = merge_handles(handles) if len(handles) > 1 else handles[0]
+        except ValueError as exc:
+            raise RankError(f"{exc}; each rank, and each mapping of one, is on a GPU of its own") from None
+        self.chunks = [_with_handles(info, merged) for info in self.chunks]
+
+
+def _with_handles(info: dict[str, Any], handles: Any) -> dict[str, Any]:
+    return info | {"ipc_handles": handles}
+
+
+def _check_alike(each: list[list[Plan]]) -> None:
+    """Raises RankError, naming the first difference, unless all plans are the same."""
+    ours = each[0][0]
+    for rank, plans in enumerate(each):
+        for at, theirs in enumerate(plans):
+            if theirs != ours:
+                pairs = enumerate(itertools.zip_longest(ours.rows(), theirs.rows(), fillvalue="nothing"))
+                tensor, (a, b) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+                who = f"rank {rank}" + f", mapping {at}" * (len(plans) > 1)
+                raise RankError(f"{who} is not like rank 0: its tensor {tensor} is {b}, and on rank 0 {a}")
+
+
+def _update_info(weights: Weights) -> dict[str, Any]:
     """Station 4: the metadata, from the very tensors that are lent."""
     return UpdateInfo(
         names=list(weights),
         dtype_names=[ipc_codec.dtype_name(weight.dtype) for weight in weights.values()],
         shapes=[list(weight.shape) for weight in weights.values()],
     ).to_json()
+
+
+def _chunks(weights: Weights, sizes: Mapping[str, int], capacity: int) -> list[dict[str, Any]]:
+    """The update_info of each packed chunk. Raises HandleError where one tensor is larger than the buffer."""
+    try:
+        chunks = plan_chunks(sizes, capacity)
+    except ValueError as exc:
+        raise HandleError(str(exc)) from None
+    return [
+        _update_info({name: weights[name] for name in names}) | {"tensor_sizes": [sizes[n] for n in names]}
+        for names in chunks
+    ]
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "full_tensor")  # a DTensor; importing its class takes a second
+
+
+def _local(weight: Tensor) -> Tensor:
+    """What of it is here."""
+    return weight.to_local() if _is_sharded(weight) else weight  # type: ignore[attr-defined]
+
+
+def _full(weight: Tensor) -> Tensor:
+    """The full tensor of a sharded one, on every rank that has a shard: all of them call this together."""
+    return weight.detach().full_tensor() if _is_sharded(weight) else weight  # type: ignore[attr-defined]
+
+
+def _fill(parts: Iterable[Part], at: int) -> None:
+    """Fills all buffers, several GPUs at once, and waits until the bytes are there."""
+    for part in parts:
+        part.fill(at)
+    for part in parts:
+        part.drain()
+
+
+def _fill_gathering(buffer: PackedBuffer, weights: Iterable[Tensor]) -> None:
+    """As `buffer.fill`, but each sharded weight is gathered, written, and dropped before the next."""
+    buffer.fill(())  # on this stream
+    at = 0
+    for weight in weights:
+        at += _write(buffer, at, ipc_codec.wire_form(_full(weight)))
+
+
+def _write(buffer: PackedBuffer, at: int, tensor: Tensor) -> int:
+    piece = ipc_codec._bytes_of(tensor)
+    buffer._bytes[at : at + piece.numel()].copy_(piece, non_blocking=True)  # type: ignore[index]
+    return piece.numel()
 
 
 def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -443,27 +858,26 @@ def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
         raise HandleError(f"{name}: {exc}") from None
 
 
-def _export(lent: Mapping[str, Tensor], device: torch.device | str | None) -> list[ipc_codec.Handle]:
-    """A handle for each tensor; all or none."""
-    exports: list[ipc_codec.Handle] = []
-    try:
-        for name, weight in lent.items():
-            exports.append(_named(name, ipc_codec.export_handle, weight, device))
-    except BaseException:
-        _settle(exports)
-        raise
-    return exports
-
-
-def _settle(exports: list[ipc_codec.Handle]) -> None:
-    for handle in exports:
-        for args in handle.values():
+def _settle(parts: Iterable[Part]) -> None:
+    for part in parts:
+        for args in part.args():
             ipc_codec.settle(args)
+
+
+def _settle_unopened(parts: list[Part], ranks: Ranks, progress: Progress) -> None:
+    """After a good sync of several GPUs: of one that no worker is on, nobody opened what was lent there."""
+    for part in parts if len(parts) * ranks.size > 1 else ():
+        if part.exports and all(ipc_codec.ref_count(args) in (1, None) for args in part.args()):
+            _settle([part])
+            uuids = ", ".join(part.exports[0])
+            progress(f"nobody has opened what was lent on GPU {uuids}: no worker is on it")
 
 
 def _answered(exc: BaseException) -> bool:
     """Whether no request is under way: the server answered, or was not asked."""
-    return exc.status is not None if isinstance(exc, SyncError) else isinstance(exc, Exception)
+    if isinstance(exc, SyncError):
+        return exc.status is not None or isinstance(exc, RankError)
+    return isinstance(exc, Exception)
 
 
 def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) -> None:
@@ -493,20 +907,30 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     client.start_weight_update()
 
 
-def _device_of(weights: Mapping[str, Tensor]) -> torch.device:
+def _device_of(weights: Weights) -> torch.device:
     return next((weight.device for weight in weights.values()), torch.device("cpu"))
+
+
+def _sent(parts: list[Part], rank_local: bool, seconds: float) -> Sent:
+    """Of what is sent to every worker alike, one counts."""
+    counted = [part.weights for part in (parts if rank_local else parts[:1])]
+    nbytes = sum(weight.nbytes for weights in counted for weight in weights.values())
+    return Sent(sum(map(len, counted)), nbytes, max(len(part.plan.chunks) for part in parts), seconds)
 
 
 # --- Checking -----------------------------------------------------------------------------------------
 
 
-def verify(client: HTTPWeightSyncClient, weights: Mapping[str, Tensor], send_again: Callable[[], Any]) -> str:
+def verify(
+    client: HTTPWeightSyncClient, weights: Weights, send_again: Callable[[], Any], group: Any = None
+) -> str:
     """Compares what the server holds with what was sent. Returns what was found; raises SyncError if wrong.
 
     A stub holds the sent names. A real engine fuses and shards, so that its checksums are of other
-    tensors: then the same weights, sent once more, must give the same checksums.
+    tensors: then the same weights, sent once more, must give the same checksums. Every rank compares its own.
     """
-    held = client.checksums()
+    ranks = Ranks(group, client.timeout)
+    held = ranks.first("verify", client.checksums)
     if weights and not held:
         raise SyncError("the server holds no weights")
     by_name: dict[str, set[str]] = {}
@@ -514,12 +938,12 @@ def verify(client: HTTPWeightSyncClient, weights: Mapping[str, Tensor], send_aga
         by_name.setdefault(key.split(":", 4)[-1], set()).add(value)
     if not weights.keys() <= by_name.keys():
         send_again()
-        again = client.checksums()
+        again = ranks.first("verify again", client.checksums)
         if again != held:
             differ = sorted(key for key in held.keys() | again.keys() if held.get(key) != again.get(key))
             raise SyncError(f"the same weights gave other checksums the second time: {differ[0]}")
         return f"the server holds other names; sent twice, its {len(held)} checksums are the same"
-    wrong = [name for name, weight in weights.items() if by_name[name] != {ipc_codec.checksum(weight)}]
+    wrong = [name for name, weight in weights.items() if by_name[name] != {ipc_codec.checksum(_full(weight))}]
     if wrong:
         raise SyncError(f"{len(wrong)} of {len(weights)} tensors differ on the server, {wrong[0]} first")
     return f"identical: sha256 of {len(weights)} tensors, on every worker"
@@ -633,7 +1057,7 @@ class Sync(NamedTuple):
     options: argparse.Namespace
     device: torch.device
 
-    def send(self, weights: Mapping[str, Tensor], weight_version: str | None) -> Sent:
+    def send(self, weights: Weights, weight_version: str | None) -> Sent:
         more: dict[str, Any] = {
             "device": self.device,
             "weight_version": weight_version,
@@ -650,34 +1074,74 @@ def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, d
     weights = load_checkpoint(options.checkpoint, device)
     sync = Sync(client, options, device)
     sent = sync.send(weights, options.weight_version)
-    print(f"{options.checkpoint} -> {client.url}, {'packed' if options.packed else 'unpacked'}: {sent}")
-    print(verify(client, weights, lambda: sync.send(weights, options.weight_version)))
+    if Ranks().rank == 0:
+        print(f"{options.checkpoint} -> {client.url}, {'packed' if options.packed else 'unpacked'}: {sent}")
+    found = verify(client, weights, lambda: sync.send(weights, options.weight_version))
+    if Ranks().rank == 0:
+        print(found)
+
+
+def my_device(choice: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`, of which a rank takes its own by LOCAL_RANK; or a device as it is named.
+
+    A rank that sees fewer GPUs than there are ranks (CUDA_VISIBLE_DEVICES) counts on from the first.
+    """
+    choice = ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
+    try:
+        device = torch.device(choice)
+    except RuntimeError:
+        raise ValueError(f"--device {choice!r} is none of auto, cpu, cuda, cuda:1") from None
+    if device.index is None and "LOCAL_RANK" in os.environ:
+        seen = torch.cuda.device_count() if device.type == "cuda" else 0
+        at = int(os.environ["LOCAL_RANK"])
+        return torch.device(device.type, at % seen if seen else at)
+    return device
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device, timeout: float) -> Iterator[Ranks]:
+    """The ranks that torchrun has started, or this process alone."""
+    if "RANK" not in os.environ:
+        yield Ranks()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as exc:
+        raise SyncError(f"the ranks did not meet: {exc}") from None
+    yield Ranks(seconds=timeout)
+    dist.destroy_process_group()  # not after a failure: a rank that has ended takes no part in it
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises SyncError, HandleError or ValueError."""
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(auto if options.device == "auto" else options.device)
-    except RuntimeError:
-        raise ValueError(f"--device {options.device!r} is none of auto, cpu, cuda, cuda:1") from None
-    spawned = spawned_server(str(device)) if options.spawn_server else contextlib.nullcontext(options.url)
-    with spawned as url:
+    device = my_device(options.device)
+    with process_group(device, options.timeout) as ranks, contextlib.ExitStack() as stack:
+
+        def spawn(devices: list[str]) -> str:
+            return stack.enter_context(spawned_server(",".join(devices)))
+
+        url = options.url
+        if options.spawn_server:
+            url = ranks.together("spawn", lambda: str(device), spawn, SERVER_START_SECONDS)
         client = HTTPWeightSyncClient(url, options.timeout)
-        client.init_weight_transfer_engine({"packed": options.packed})
+        ranks.first("init", lambda: client.init_weight_transfer_engine({"packed": options.packed}))
         (send_checkpoint if options.checkpoint else train)(client, options, device)
 
 
 def main() -> int:
     options = build_parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child is taken down
+    who = "trainer.py" + (f", rank {os.environ['RANK']}" if "RANK" in os.environ else "")
     try:
         run(options)
     except (SyncError, ValueError) as exc:
-        print(f"trainer.py: {exc}", file=sys.stderr)
+        print(f"{who}: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("trainer.py: interrupted", file=sys.stderr)
+        print(f"{who}: interrupted", file=sys.stderr)
         return 130
     return 0
 
