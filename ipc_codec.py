@@ -28,6 +28,7 @@ import base64
 import collections
 import contextlib
 import ctypes
+import functools
 import hashlib
 import itertools
 import math
@@ -37,7 +38,7 @@ import pickletools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ DTYPES = {
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and not re.fullmatch(r"qu?int.*|u?int[1-7]|bit", name)
 }
+CARRIED = frozenset(DTYPES.values())
 CAUSES = (
     "trainer and server share one host, one GPU, one PID namespace and one /dev/shm (containers: --ipc=host "
     "or a common /dev/shm mount, and --pid=host), and the trainer lives until finish is answered"
@@ -111,8 +113,13 @@ def gpu_uuid(device: torch.device | str) -> str:
     """The key of a device in a handle: the GPU's uuid without `GPU-`; for `cpu:i` a made-up one per index."""
     ours = _device(device)
     if ours.type == "cuda":
-        return str(torch.cuda.get_device_properties(ours).uuid)
+        return _cuda_uuid(ours.index)
     return f"c0dec0de-0000-4000-8000-{ours.index:012x}"
+
+
+@functools.cache
+def _cuda_uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -203,15 +210,18 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         raise HandleError(f"a {type(tensor).__name__} is no tensor")
     kind = "meta" if tensor.is_meta else "sparse" if tensor.layout is not torch.strided else ""
     kind = kind or ("nested" if tensor.is_nested else "")
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in CARRIED:
         kind = dtype_name(tensor.dtype)
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers: the bytes lie elsewhere
+    is_plain = type(tensor) is torch.Tensor
+    if not is_plain and hasattr(
+        tensor, "__tensor_flatten__"
+    ):  # DTensor and the like: the bytes lie elsewhere
         kind = type(tensor).__name__
     if kind:
         raise HandleError(f"a {kind} tensor has no bytes to lend; a dense one does: gather or convert it")
     if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
         raise HandleError(f"the storage of a tensor of shape {list(tensor.shape)} was freed; refill it first")
-    return tensor.detach().as_subclass(torch.Tensor)
+    return tensor.detach() if is_plain else tensor.detach().as_subclass(torch.Tensor)
 
 
 def export_handle(tensor: torch.Tensor, device: torch.device | str | None = None) -> Handle:
@@ -222,12 +232,34 @@ def export_handle(tensor: torch.Tensor, device: torch.device | str | None = None
     A CPU storage is moved into shared memory in place, so that its aliases stay aliases.
     Raises HandleError for what cannot be lent, too little shared memory included.
     """
-    plain = dense(tensor)
+    return _export(dense(tensor), device)
+
+
+def export_handles(
+    tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
+) -> list[Handle]:
+    """The same of many, by name: all or none. What a failure leaves behind is settled."""
+    handles: list[Handle] = []
+    name = ""
+    try:
+        for name, tensor in tensors.items():  # noqa: B007 (for the message)
+            handles.append(_export(dense(tensor), device))
+    except BaseException as exc:
+        for args in itertools.chain.from_iterable(map(dict.values, handles)):
+            settle(args)
+        if isinstance(exc, HandleError):
+            raise HandleError(f"{name}: {exc}") from None
+        raise
+    return handles
+
+
+def _export(plain: torch.Tensor, device: torch.device | str | None) -> Handle:
     if plain.is_conj() or plain.is_neg():
         raise HandleError("the conj or neg flag of a tensor is not in its handle; export wire_form(tensor)")
-    ours = _device(device if device is not None and plain.device.type == "cpu" else plain.device)
-    if ours.type != plain.device.type:
-        raise HandleError(f"a tensor on {plain.device} cannot be lent to a worker on {ours}; move it first")
+    there = plain.device
+    ours = _device(device if device is not None and there.type == "cpu" else there)
+    if ours.type != there.type:
+        raise HandleError(f"a tensor on {there} cannot be lent to a worker on {ours}; move it first")
     return {gpu_uuid(ours): _export_cuda(plain) if ours.type == "cuda" else _export_cpu(plain, ours.index)}
 
 
@@ -262,7 +294,7 @@ def encode_handles(handles: list[Handle] | Handle) -> str:
     def shared(args: Any) -> Any:
         if type(args) not in (tuple, IpcArgs):
             return args
-        return tuple(known.setdefault(arg, arg) if type(arg) is bytes else arg for arg in args)
+        return tuple([known.setdefault(arg, arg) if type(arg) is bytes else arg for arg in args])
 
     plain = [entry(handle) for handle in handles] if isinstance(handles, list) else entry(handles)
     return base64.b64encode(pickle.dumps(plain, protocol=4)).decode("ascii")
@@ -888,6 +920,23 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
 # --- The packed buffer --------------------------------------------------------------------------------
 
 
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # (places, what is copied there)
+LARGE_BYTES = 8 << 20  # from here on the device's own copy is the fastest
+
+
+def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copies each tensor to its place, asynchronously: the large ones one by one, all others together."""
+    small: Copies = ([], [])
+    for to, tensor in zip(places, tensors, strict=True):
+        if tensor.nbytes >= LARGE_BYTES:
+            to.copy_(tensor, non_blocking=True)
+        else:
+            small[0].append(to)
+            small[1].append(tensor)
+    if small[0]:
+        torch._foreach_copy_(*small)
+
+
 class PackedBuffer:
     """The trainer's side: one uint8 buffer, allocated once, exported once a sync, filled once a chunk.
 
@@ -900,6 +949,7 @@ class PackedBuffer:
             raise HandleError(f"a packed buffer of {capacity_bytes} bytes holds no tensor")
         self.capacity_bytes = capacity_bytes
         self.device = _device(device)
+        self.layout: Any = None  # its owner's, for as long as the buffer lies where it is
         self._stream: torch.cuda.Stream | None = None
         self._bytes: torch.Tensor | None = self._allocate()
 
@@ -917,17 +967,34 @@ class PackedBuffer:
 
         Any device, shape and dtype. Raises HandleError, with nothing written, if they do not fit.
         """
+        self.write(self.lay_out(tensors))
+
+    def lay_out(self, tensors: Iterable[torch.Tensor]) -> Copies:
+        """What `fill` will copy, and where to: to be written again for as long as no tensor moves."""
         if self._bytes is None:
             raise HandleError("the buffer was abandoned; export it anew first")
         pieces = [_bytes_of(wire_form(tensor)) for tensor in tensors]
         total = sum(piece.numel() for piece in pieces)
         if total > self.capacity_bytes:
             raise HandleError(f"{total} bytes do not fit into a packed buffer of {self.capacity_bytes}")
+        room = self._bytes[:total]
+        if all(piece.numel() % 4 == 0 and piece.data_ptr() % 4 == 0 for piece in pieces):
+            pieces, room = [piece.view(torch.int32) for piece in pieces], room.view(torch.int32)
+        return list(room.split([piece.numel() for piece in pieces])) if pieces else [], pieces
+
+    def write(self, copies: Copies) -> None:
+        """Queues the copies on this thread's stream, for which `drain` waits."""
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        if total:
-            places = self._bytes[:total].split([piece.numel() for piece in pieces])
-            torch._foreach_copy_(places, pieces)
+        copy_all(*copies)
+
+    def write_one(self, at: int, tensor: torch.Tensor) -> int:
+        """Writes one tensor at that byte; how many it has. For tensors that cannot all be there at once."""
+        if self._bytes is None:
+            raise HandleError("the buffer was abandoned; export it anew first")
+        piece = _bytes_of(wire_form(tensor))
+        self.write(([self._bytes[at : at + piece.numel()]], [piece]))
+        return piece.numel()
 
     def drain(self) -> None:
         """Waits until the bytes are in the buffer; the event of the older export covers none of them."""
@@ -936,7 +1003,7 @@ class PackedBuffer:
 
     def abandon(self) -> None:
         """Forgets this memory, unsettled: a receiver may still read it. The next export allocates anew."""
-        self._bytes = None
+        self._bytes = self.layout = None
 
 
 class PackedBufferImporter:

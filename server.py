@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import http.server
 import importlib
 import json
@@ -119,11 +120,10 @@ class Worker:
             if name not in self.weights
         }
 
-    def copy(self, names: Sequence[str], weights: list[Tensor]) -> None:
+    def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Station 10: a real copy into what the server holds, queued on this thread's stream."""
         with _on(self.device), torch.no_grad():
-            if names:
-                torch._foreach_copy_([self.weights[name] for name in names], weights)
+            ipc_codec.copy_all([self.weights[name] for name in names], weights)
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's output for ids [batch, length]: [batch, length, vocabulary]."""
@@ -1084,6 +1084,7 @@ def main() -> str | int | None:
     except OSError as exc:
         return f"server.py: cannot start on {options.host}:{options.port}: {exc}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    gc.freeze()  # what is here now stays: a collection need not look at it during a sync
     url = f"http://{options.host}:{server.server_port}"
     print(f"listening on {url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt), server:

@@ -247,7 +247,9 @@ class HTTPWeightSyncClient:
         self.timeout = timeout
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy has no business between two processes of one host
-        self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}  # to prepare takes longer than to send
+        self._prepared: dict[
+            tuple[str, str], requests.PreparedRequest
+        ] = {}  # to prepare takes longer than to send
         self._answered_at = 0.0
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
@@ -597,8 +599,9 @@ def send_weights_packed(
     weights: checkpoint names and their tensors (station 1); they may be written again as soon as this
         returns. None may be larger than the buffer. A sharded one is gathered when its turn comes: beside
         the buffer there is one full tensor at a time.
-    buffer: one of an earlier sync, for use again; without it one is made, no larger than all weights. Of a
-        list of weights, a list.
+    buffer: one for all syncs (`new_buffer`), so that what depends on the layout alone is worked out once. It
+        keeps the weights alive that it sent last: drop it where they move away. Without it one is made for
+        this sync. Of a list of weights, a list.
     The rest, and what it raises, as for `send_weights`.
     """
     began = time.monotonic()
@@ -669,7 +672,7 @@ class Part:
     device: Device = None
     buffer: PackedBuffer | None = None
     plan: Plan = NOTHING
-    lent: list[Tensor] = field(default_factory=list)  # unpacked: held until the loan ends
+    lent: dict[str, Tensor] = field(default_factory=dict)  # unpacked: held until the loan ends
     exports: list[ipc_codec.Handle] = field(default_factory=list)
 
     def make_plan(self, room: int = 0) -> Plan:
@@ -677,12 +680,15 @@ class Part:
 
         Raises HandleError, naming the tensor, where one cannot be lent.
         """
+        if self.buffer and self.buffer.layout and self.buffer.layout.is_of(self.weights):
+            self.plan = self.buffer.layout.plan
+            return self.plan
         sharded = [name for name, weight in self.weights.items() if _is_sharded(weight)]
         for name, weight in self.weights.items():
             _named(name, ipc_codec.dense, _local(weight))
         if room:
             sizes = {name: weight.nbytes for name, weight in self.weights.items()}
-            capacity = self.buffer.capacity_bytes if self.buffer else max(1, min(room, sum(sizes.values())))
+            capacity = self.buffer.capacity_bytes if self.buffer else _capacity(self.weights, room)
             self.plan = Plan(_chunks(self.weights, sizes, capacity), sharded, capacity)
         else:
             self.plan = Plan([_update_info(self.weights)], sharded, 0)
@@ -690,9 +696,8 @@ class Part:
 
     def export(self) -> list[ipc_codec.Handle]:
         """Stations 2 and 3: a handle for each tensor. Gathers all before the first is lent."""
-        self.lent = [_named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()]
-        for name, tensor in zip(self.weights, self.lent, strict=True):
-            self.exports.append(_named(name, ipc_codec.export_handle, tensor, self.device))
+        self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
+        self.exports = ipc_codec.export_handles(self.lent, self.device)
         return self.exports
 
     def export_buffer(self) -> ipc_codec.Handle:
@@ -700,17 +705,15 @@ class Part:
         if self.buffer is None:
             self.buffer = PackedBuffer(self.plan.capacity, self.device or _device_of(self.weights))
         self.exports.append(self.buffer.export())
+        if self.buffer.layout is None or self.buffer.layout.plan is not self.plan:
+            self.buffer.layout = Layout(self.weights, self.plan)
         return self.exports[0]
 
     def fill(self, at: int) -> None:
         """Station 2, packed: writes that chunk; on CUDA it is there after `drain` only."""
         assert self.buffer is not None, "exported before it is filled"
-        names = self.plan.chunks[at]["names"] if at < len(self.plan.chunks) else []
-        weights = [self.weights[name] for name in names]
-        if any(map(_is_sharded, weights)):
-            _fill_gathering(self.buffer, weights)
-        else:
-            self.buffer.fill(weights)
+        if at < len(self.plan.chunks):
+            self.buffer.layout.fill(self.buffer, self.weights, at)
 
     def drain(self) -> None:
         """Station 6, packed: the bytes are there before the server is told."""
@@ -727,6 +730,53 @@ class Part:
     def args(self) -> Iterator[Any]:
         """The arguments of all exports."""
         return itertools.chain.from_iterable(handle.values() for handle in self.exports)
+
+
+class Layout:
+    """What is worked out once for a buffer, and holds until another weight comes, or one elsewhere.
+
+    It holds the weights: an address alone would not tell, since memory that was freed is given out again.
+    """
+
+    def __init__(self, weights: Weights, plan: Plan):
+        self.plan = plan
+        self.held = {name: None if _is_sharded(w) else w.detach() for name, w in weights.items()}
+        self.looks = list(map(_look, weights.values()))
+        self.copies: dict[int, ipc_codec.Copies] = {}  # by chunk, where all of it lies ready to be copied
+
+    def is_of(self, weights: Weights) -> bool:
+        """Whether these are the weights that it was made for, where they were."""
+        try:
+            return (
+                list(weights) == list(self.held)
+                and list(map(_address, weights.values())) == list(map(_address, self.held.values()))
+                and list(map(_look, weights.values())) == self.looks
+            )
+        except RuntimeError:  # of a tensor without an address
+            return False
+
+    def fill(self, buffer: PackedBuffer, weights: Weights, at: int) -> None:
+        """Writes chunk `at`. A sharded weight is gathered, written, and dropped before the next."""
+        if at in self.copies:
+            return buffer.write(self.copies[at])
+        chunk = [weights[name] for name in self.plan.chunks[at]["names"]]
+        if not any(map(_is_sharded, chunk)):
+            buffer.write(copies := buffer.lay_out(chunk))
+            if all(a.data_ptr() == b.data_ptr() for a, b in zip(copies[1], chunk, strict=True)):
+                self.copies[at] = copies
+            return None
+        start = 0
+        for weight in chunk:
+            start += buffer.write_one(start, _full(weight))
+        return None
+
+
+def _address(weight: Tensor | None) -> int | None:
+    return None if weight is None or _is_sharded(weight) else weight.data_ptr()
+
+
+def _look(weight: Tensor) -> tuple[Any, ...]:
+    return weight.dtype, weight.shape, weight.stride(), weight.is_conj(), weight.is_neg()
 
 
 def _parts(weights: Any, device: Any, buffer: Any = None, rank_local: bool = False) -> list[Part]:
@@ -814,6 +864,15 @@ def _chunks(weights: Weights, sizes: Mapping[str, int], capacity: int) -> list[d
     ]
 
 
+def new_buffer(weights: Weights, packed_buffer_size_bytes: int, device: Device = None) -> PackedBuffer:
+    """A buffer for all packed syncs of these weights: no larger than all of them together."""
+    return PackedBuffer(_capacity(weights, packed_buffer_size_bytes), device or _device_of(weights))
+
+
+def _capacity(weights: Weights, room: int) -> int:
+    return max(1, min(room, sum(weight.nbytes for weight in weights.values())))
+
+
 def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "full_tensor")  # a DTensor; importing its class takes a second
 
@@ -834,20 +893,6 @@ def _fill(parts: Iterable[Part], at: int) -> None:
         part.fill(at)
     for part in parts:
         part.drain()
-
-
-def _fill_gathering(buffer: PackedBuffer, weights: Iterable[Tensor]) -> None:
-    """As `buffer.fill`, but each sharded weight is gathered, written, and dropped before the next."""
-    buffer.fill(())  # on this stream
-    at = 0
-    for weight in weights:
-        at += _write(buffer, at, ipc_codec.wire_form(_full(weight)))
-
-
-def _write(buffer: PackedBuffer, at: int, tensor: Tensor) -> int:
-    piece = ipc_codec._bytes_of(tensor)
-    buffer._bytes[at : at + piece.numel()].copy_(piece, non_blocking=True)  # type: ignore[index]
-    return piece.numel()
 
 
 def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -1050,23 +1095,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Sync(NamedTuple):
+class Sync:
     """The command line's choice of mode, for one sync after another."""
 
-    client: HTTPWeightSyncClient
-    options: argparse.Namespace
-    device: torch.device
-
-    def send(self, weights: Weights, weight_version: str | None) -> Sent:
-        more: dict[str, Any] = {
-            "device": self.device,
-            "weight_version": weight_version,
-            "start_wait": self.options.start_wait,
+    def __init__(self, client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device):
+        self.client, self.options = client, options
+        self.more: dict[str, Any] = {
+            "device": device,
+            "start_wait": options.start_wait,
             "progress": lambda line: print(line, file=sys.stderr),
         }
-        if self.options.packed:
-            return send_weights_packed(self.client, weights, self.options.packed_buffer_size_bytes, **more)
-        return send_weights(self.client, weights, **more)
+        self.buffer: PackedBuffer | None = None  # one for all syncs
+
+    def send(self, weights: Weights, weight_version: str | None) -> Sent:
+        if not self.options.packed:
+            return send_weights(self.client, weights, weight_version=weight_version, **self.more)
+        if self.buffer is None:
+            self.buffer = new_buffer(weights, self.options.packed_buffer_size_bytes, self.more["device"])
+        return send_weights_packed(
+            self.client, weights, buffer=self.buffer, weight_version=weight_version, **self.more
+        )
 
 
 def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device) -> None:

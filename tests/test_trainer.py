@@ -127,14 +127,14 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """The arguments of every export that the test makes. What it leaves lent is taken back after it."""
     made: list[tuple] = []
-    real = ipc_codec.export_handle
+    real = ipc_codec._export
 
     def export(tensor: Tensor, device: Any = None) -> ipc_codec.Handle:
         handle = real(tensor, device)
         made.extend(handle.values())
         return handle
 
-    monkeypatch.setattr(ipc_codec, "export_handle", export)
+    monkeypatch.setattr(ipc_codec, "_export", export)
     yield made
     for args in made:
         ipc_codec.settle(args)
@@ -338,11 +338,11 @@ class Hooked(HTTPWeightSyncClient):
         self.called: list[str] = []
         self.hooks = hooks
 
-    def call(self, path: str, body: Any = None) -> dict[str, Any]:
+    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
         self.called.append(path)
         if hook := self.hooks.get(path):
             hook()
-        return super().call(path, body)
+        return super().call(path, body, method)
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
@@ -679,14 +679,14 @@ def test_a_tensor_larger_than_the_buffer_is_named_before_anything_is_said(fake, 
 
 
 def test_where_one_of_many_exports_fails_the_others_are_taken_back(fake, exports, monkeypatch):
-    recording = ipc_codec.export_handle
+    recording = ipc_codec._export
 
-    def third_fails(tensor: Tensor, device: Any = None) -> ipc_codec.Handle:
+    def third_fails(tensor: Tensor, device: Any) -> ipc_codec.Handle:
         if len(exports) == 2:
             raise HandleError("no room")
         return recording(tensor, device)
 
-    monkeypatch.setattr(ipc_codec, "export_handle", third_fails)
+    monkeypatch.setattr(ipc_codec, "_export", third_fails)
     with pytest.raises(HandleError, match=r"^c: no room"):
         send(HTTPWeightSyncClient(fake.url), small(), packed=False)
     assert fake.seen == [] and len(exports) == 2 and counters(exports) == {0}
