@@ -47,8 +47,13 @@ import trainer
 
 PHASES = {
     "trainer": {
-        "gather/pack": ["ipc_codec.wire_form", "ipc_codec.PackedBuffer.fill", "ipc_codec.PackedBuffer.drain"],
-        "export": ["ipc_codec.export_handle", "ipc_codec.PackedBuffer.export"],
+        "gather/pack": [
+            "ipc_codec.wire_form",
+            "ipc_codec.PackedBuffer.lay_out",
+            "ipc_codec.PackedBuffer.write",
+            "ipc_codec.PackedBuffer.drain",
+        ],
+        "export": ["ipc_codec.export_handles", "ipc_codec.PackedBuffer.export"],
         "encode": ["ipc_codec.encode_handles"],
         "HTTP": ["trainer.HTTPWeightSyncClient.call"],
         "collect": ["ipc_codec.ipc_collect"],
