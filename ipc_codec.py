@@ -44,12 +44,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 Handle = dict[str, Any]  # {gpu_uuid: fifteen arguments}, one entry per GPU
 
 SHM = "/dev/shm"
 HEADER_BYTES = 64  # torch's own header, at the start of every shared-memory file it makes
 SLOTS = 10_000  # reference counters in one file, an int64 each
+ALIGNMENT = 512  # bytes, of a storage in an arena, as torch's allocator has it
 COUNTER_FILE_BYTES = HEADER_BYTES + 8 * SLOTS
 SHM_NAME = re.compile(rb"/torch_\d{1,20}_\d{1,20}_\d{1,20}")
 CPU_MARK = b"cpu:"  # an emulated storage handle is this and the name of its file
@@ -154,8 +156,13 @@ def _sums(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     flat = flat.clone() if flat.storage_offset() % 8 else flat
     columns = 1 << (flat.numel() // 8).bit_length() // 2
     rows = flat.numel() // 8 // columns
-    words = flat[: rows * columns * 8].view(torch.int64).view(rows, columns)
-    return words.sum(1), words.sum(0), flat[rows * columns * 8 :].long()
+    end = rows * columns * 8
+    words = flat[:end].view(torch.int64).view(rows, columns)
+    rest = flat[end:].long() if end < flat.numel() else NO_WORDS.to(flat.device)
+    return words.sum(1), words.sum(0), rest
+
+
+NO_WORDS = torch.empty(0, dtype=torch.int64)
 
 
 def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -232,7 +239,7 @@ def export_handle(tensor: torch.Tensor, device: torch.device | str | None = None
     A CPU storage is moved into shared memory in place, so that its aliases stay aliases.
     Raises HandleError for what cannot be lent, too little shared memory included.
     """
-    return _export(dense(tensor), device)
+    return _export(dense(tensor), device, {})
 
 
 def export_handles(
@@ -240,10 +247,11 @@ def export_handles(
 ) -> list[Handle]:
     """The same of many, by name: all or none. What a failure leaves behind is settled."""
     handles: list[Handle] = []
+    aliases: dict[int, _Alias] = {}
     name = ""
     try:
         for name, tensor in tensors.items():  # noqa: B007 (for the message)
-            handles.append(_export(dense(tensor), device))
+            handles.append(_export(dense(tensor), device, aliases))
     except BaseException as exc:
         for args in itertools.chain.from_iterable(map(dict.values, handles)):
             settle(args)
@@ -253,14 +261,53 @@ def export_handles(
     return handles
 
 
-def _export(plain: torch.Tensor, device: torch.device | str | None) -> Handle:
+def _export(plain: torch.Tensor, device: torch.device | str | None, aliases: dict[int, _Alias]) -> Handle:
     if plain.is_conj() or plain.is_neg():
         raise HandleError("the conj or neg flag of a tensor is not in its handle; export wire_form(tensor)")
     there = plain.device
     ours = _device(device if device is not None and there.type == "cpu" else there)
     if ours.type != there.type:
         raise HandleError(f"a tensor on {there} cannot be lent to a worker on {ours}; move it first")
-    return {gpu_uuid(ours): _export_cuda(plain) if ours.type == "cuda" else _export_cpu(plain, ours.index)}
+    if ours.type == "cpu":
+        return {gpu_uuid(ours): _export_cpu(plain, ours.index)}
+    storage = plain.untyped_storage()
+    if storage.nbytes():
+        alias = aliases.get(storage._cdata)
+        if alias is None or alias.exports == _Alias.MOST:
+            alias = aliases[storage._cdata] = _Alias(storage)
+        plain = alias.of(plain)
+    return {gpu_uuid(ours): _export_cuda(plain)}
+
+
+class _Alias:
+    """A second storage on the memory of one that lives on, to export from.
+
+    What torch takes for an export (a counter's slot, an event) it gives back when the *storage* dies: one
+    that is exported sync after sync would pile them up, and 30,000 of them end the process when it is freed
+    (torch 2.11: a destructor in a destructor in ...). The alias dies as soon as its exports are made; torch
+    keeps the memory until they are released and `ipc_collect` has run.
+    """
+
+    MOST = 256  # exports
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.exports = 0
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.flat = {torch.uint8: from_dlpack(to_dlpack(whole))}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, on the alias."""
+        self.exports += 1
+        flat = _flat(self.flat, tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _flat(flat: dict[torch.dtype, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Flat memory, uint8, as that dtype: `flat` keeps what was asked for once."""
+    if dtype not in flat:
+        memory = flat[torch.uint8]
+        flat[dtype] = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return flat[dtype]
 
 
 def _export_cuda(tensor: torch.Tensor) -> tuple:
@@ -276,6 +323,31 @@ def _export_cuda(tensor: torch.Tensor) -> tuple:
         settle(args)
         raise HandleError(f"memory of expandable segments opens in few containers and kernels; {setting}")
     return tuple(args)
+
+
+def arena(module: torch.nn.Module) -> torch.Tensor:
+    """Moves a module's parameters and buffers into one storage, in place; returns it, uint8 [bytes].
+
+    All handles then name one memory, which a receiver opens once. What shares a storage goes on sharing it
+    (tied weights, views), and parameters stay the objects that an optimizer knows. While it is built, both
+    copies are there. Raises HandleError where one has no bytes of its own: a sharded module is no arena.
+    """
+    tensors = [tensor for group in (module.parameters(), module.buffers()) for tensor in group]
+    storages = {dense(tensor).untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    starts, end = {}, 0
+    for at, storage in storages.items():
+        starts[at], end = end, end + -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    if len({storage.device for storage in storages.values()}) > 1:
+        raise HandleError("the module lies on several devices; an arena lies on one")
+    memory = torch.empty(end, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
+    for at, storage in storages.items():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        memory[starts[at] :][: whole.numel()].copy_(whole)
+    flat = {torch.uint8: memory}
+    for tensor in tensors:
+        start = starts[tensor.untyped_storage()._cdata] // tensor.itemsize + tensor.storage_offset()
+        tensor.data = _flat(flat, tensor.dtype).as_strided(tensor.size(), tensor.stride(), start)
+    return memory
 
 
 # --- Stations 5 and 8: handles as text, and back ------------------------------------------------------
@@ -571,7 +643,7 @@ def open_exports(exports: Sequence[IpcArgs], device: torch.device | str) -> list
     Raises HandleError; what was opened is released.
     """
     ours = _device(device)
-    whole: dict[tuple[Any, ...], torch.Tensor] = {}  # each storage as one flat tensor of each dtype
+    storages: dict[tuple[Any, ...], dict[torch.dtype, torch.Tensor]] = {}  # see `_flat`
     opened: dict[IpcArgs, torch.Tensor] = {}
     spare: list[_Counter] = []
     for args in exports:
@@ -582,14 +654,12 @@ def open_exports(exports: Sequence[IpcArgs], device: torch.device | str) -> list
             opened[args] = torch.empty_strided(*shape, dtype=args.dtype, device=place(ours))
             continue
         storage = (args.storage_handle, args.storage_offset_bytes, args.storage_size_bytes)
-        if storage in whole:
+        if storage in storages:
             spare.append(_Counter(args.ref_counter_handle, args.ref_counter_offset))
         else:
-            whole[storage] = _open_cpu(args) if ours.type == "cpu" else _open_cuda(args, ours)
-        if (typed := (*storage, args.dtype)) not in whole:
-            room = args.storage_size_bytes // args.dtype.itemsize * args.dtype.itemsize
-            whole[typed] = whole[storage][:room].view(args.dtype)
-        flat = whole[typed]
+            memory = _open_cpu(args) if ours.type == "cpu" else _open_cuda(args, ours)
+            storages[storage] = {torch.uint8: memory}
+        flat = _flat(storages[storage], args.dtype)
         start = flat.storage_offset() + args.tensor_offset
         opened[args] = flat.as_strided(args.tensor_size, args.tensor_stride, start)
     _release(spare)
@@ -787,7 +857,7 @@ def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     """The same of many, reading each file once."""
     counters = list(map(_counter, exports))
     files = {name: _read_counters(name) for name in {counter.name for counter in counters if counter}}
-    return [counter and files[counter.name].get(counter.slot) for counter in counters]
+    return [counter and _int64(files[counter.name], counter.slot) for counter in counters]
 
 
 def settle(args: Any) -> None:
@@ -804,17 +874,21 @@ def _counter(args: Any) -> _Counter | None:
     return _Counter(given.ref_counter_handle, given.ref_counter_offset)
 
 
-def _read_counters(name: bytes) -> dict[int, int]:
-    """Slot -> counter; empty where the file is gone."""
+def _read_counters(name: bytes) -> bytes:
+    """All counters of a file; empty where it is gone."""
     try:
         file = _open_shm(name)
     except OSError:
-        return {}
+        return b""
     try:
-        words = os.pread(file, 8 * SLOTS, HEADER_BYTES)
+        return os.pread(file, 8 * SLOTS, HEADER_BYTES)
     finally:
         os.close(file)
-    return dict(enumerate(memoryview(words[: len(words) // 8 * 8]).cast("q")))
+
+
+def _int64(words: bytes, at: int) -> int | None:
+    word = words[8 * at : 8 * at + 8]
+    return int.from_bytes(word, "little", signed=True) if len(word) == 8 else None
 
 
 def _release(counters: Iterable[_Counter]) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import itertools
 import json
 import os
@@ -161,6 +162,7 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
     ranks = Ranks(seconds=options.timeout)
     torch.manual_seed(options.seed)
     model = ByteLM().to(ipc_codec.place(device))
+    ipc_codec.arena(model)  # its handles then name one memory, which the server opens once
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     sync = Sync(client, options, device)
     sync.send(model.state_dict(), "step 0")
@@ -1182,6 +1184,7 @@ def run(options: argparse.Namespace) -> None:
 def main() -> int:
     options = build_parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child is taken down
+    gc.freeze()  # what was imported stays: a collection need not look at it during a sync
     who = "trainer.py" + (f", rank {os.environ['RANK']}" if "RANK" in os.environ else "")
     try:
         run(options)

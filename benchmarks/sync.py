@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import http.client
 import json
 import logging
@@ -486,6 +487,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
+    gc.freeze()  # as trainer.py and server.py do
     device = server.parse_devices(options.device)[0]
     if device.type == "cpu":
         torch.set_num_threads(1)

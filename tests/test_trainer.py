@@ -129,8 +129,8 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     made: list[tuple] = []
     real = ipc_codec._export
 
-    def export(tensor: Tensor, device: Any = None) -> ipc_codec.Handle:
-        handle = real(tensor, device)
+    def export(tensor: Tensor, device: Any, aliases: Any) -> ipc_codec.Handle:
+        handle = real(tensor, device, aliases)
         made.extend(handle.values())
         return handle
 
@@ -681,10 +681,10 @@ def test_a_tensor_larger_than_the_buffer_is_named_before_anything_is_said(fake, 
 def test_where_one_of_many_exports_fails_the_others_are_taken_back(fake, exports, monkeypatch):
     recording = ipc_codec._export
 
-    def third_fails(tensor: Tensor, device: Any) -> ipc_codec.Handle:
+    def third_fails(tensor: Tensor, *more: Any) -> ipc_codec.Handle:
         if len(exports) == 2:
             raise HandleError("no room")
-        return recording(tensor, device)
+        return recording(tensor, *more)
 
     monkeypatch.setattr(ipc_codec, "_export", third_fails)
     with pytest.raises(HandleError, match=r"^c: no room"):
