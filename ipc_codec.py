@@ -1052,7 +1052,7 @@ class PackedBuffer:
         if total > self.capacity_bytes:
             raise HandleError(f"{total} bytes do not fit into a packed buffer of {self.capacity_bytes}")
         room = self._bytes[:total]
-        if all(piece.numel() % 4 == 0 and piece.data_ptr() % 4 == 0 for piece in pieces):
+        if all(piece.numel() % 4 == 0 and piece.storage_offset() % 4 == 0 for piece in pieces):
             pieces, room = [piece.view(torch.int32) for piece in pieces], room.view(torch.int32)
         return list(room.split([piece.numel() for piece in pieces])) if pieces else [], pieces
 
