@@ -996,13 +996,17 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # (places, what is copied there)
 LARGE_BYTES = 8 << 20  # from here on the device's own copy is the fastest
+FUSED = {  # torch fuses copies of these
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
 
 
 def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copies each tensor to its place, asynchronously: the large ones one by one, all others together."""
     small: Copies = ([], [])
     for to, tensor in zip(places, tensors, strict=True):
-        if tensor.nbytes >= LARGE_BYTES:
+        if tensor.nbytes >= LARGE_BYTES or tensor.dtype not in FUSED:
             to.copy_(tensor, non_blocking=True)
         else:
             small[0].append(to)
