@@ -1,0 +1,637 @@
+"""Trainer and server killed at every station of a tensor's journey: what the survivor does, and the next run.
+
+Both are the real programs, each in a process of its own. They are forked off a nursery, this file run as a
+program, that has imported them already; all that a child has besides is that it stops at the stations it is
+told, and says so: a kill hits exactly there. First what runs in the children, then what the tests do with them,
+then the tests: kills of the trainer, of the server, a server that hangs, the programs that start others.
+`pytest -m long -n 0 -s tests/test_kills.py` plays every combination, and prints a line for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import http.client
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+import torch
+
+import ipc_codec
+import server
+import trainer
+from test_roundtrip import digests, environment, model
+
+ROOT = Path(trainer.__file__).resolve().parent
+MARK = "WEIGHT_SYNC_TEST_KILL"  # in the environment of everything that a child starts
+SIGKILL, SIGTERM, SIGINT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+
+# The stations of the README, what stops there, and whose they are; in the order of an unpacked sync.
+STATIONS = {
+    "1 begins": "trainer",
+    "2 copied": "trainer",  # unpacked: about to be; packed: the buffer is filled, and not drained
+    "3 exported": "trainer",  # the first of three; packed: the buffer
+    "4 described": "trainer",
+    "5 encoded": "trainer",
+    "6 asks": "trainer",
+    "6 half sent": "trainer",  # the headers without the body
+    "7 arrived": "server",
+    "8 decoded": "server",
+    "9 opened": "server",  # the first of three; packed: the buffer
+    "10 copied": "server",
+    "11 synchronized": "server",
+    "11 answered": "trainer",
+    "12 asks": "trainer",
+    "12 asked": "server",
+    "12 released": "server",
+    "12 answered": "trainer",
+}
+
+
+# --- In the children: programs that stop at stations --------------------------------------------------
+
+
+class Leash:
+    """A child's end of the socket to its test."""
+
+    def __init__(self, end: int):
+        self.end = end
+        self.stops: list[str] = []  # a station that is here twice is stopped at the second time
+
+    def say(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def hear(self) -> str:
+        return os.read(self.end, 100).decode() or os._exit(1)  # the test is gone
+
+    def reached(self, station: str) -> None:
+        """Where the test wants it: says so, and stays until it may go on."""
+        while select.select([self.end], [], [], 0)[0]:
+            self.stops.append(self.hear())
+        if station in self.stops:
+            self.stops.remove(station)
+            if station not in self.stops:
+                self.say(station)
+                self.hear()
+
+    def stop(
+        self, station: str, owner: Any, name: str, only: Callable[..., bool] = lambda *_: True, after: bool = True
+    ) -> None:
+        """The station is reached after a call of this function, or before it; `only` looks at its arguments."""
+        real = getattr(owner, name)
+
+        def stopping(*args: Any, **named: Any) -> Any:
+            here = only(*args)
+            if here and not after:
+                self.reached(station)
+            result = real(*args, **named)
+            if here and after:
+                self.reached(station)
+            return result
+
+        setattr(owner, name, stopping)
+
+
+def of(word: str) -> Callable[..., bool]:
+    """Whether a call has that argument."""
+    return lambda *args: word in args
+
+
+def trainer_on(leash: Leash) -> Callable[[], Any]:
+    client, connection = trainer.HTTPWeightSyncClient, http.client.HTTPConnection
+    leash.stop("1 begins", trainer, "send_weights", after=False)
+    leash.stop("1 begins", trainer, "send_weights_packed", after=False)
+    if "--packed" in sys.argv:
+        leash.stop("2 copied", trainer.PackedBuffer, "fill")
+    else:
+        leash.stop("2 copied", ipc_codec, "wire_form", after=False)
+    leash.stop("3 exported", ipc_codec, "export_handle")
+    leash.stop("4 described", trainer, "_update_info")
+    leash.stop("5 encoded", ipc_codec, "encode_handles")
+    leash.stop("6 asks", client, "call", of("update_weights"), after=False)
+    leash.stop("6 half sent", connection, "send", lambda _, data: data[:14] == b'{"update_info"', after=False)
+    leash.stop("11 answered", client, "call", of("update_weights"))
+    leash.stop("12 asks", client, "call", of("finish_weight_update"), after=False)
+    leash.stop("12 answered", client, "call", of("finish_weight_update"))
+    leash.stop("waits", connection, "getresponse", after=False)
+    return trainer.main
+
+
+def server_on(leash: Leash) -> Callable[[], Any]:
+    leash.stop("7 arrived", server.App, "answer", of("/update_weights"), after=False)
+    leash.stop("8 decoded", ipc_codec, "decode_handles")
+    leash.stop("9 opened", ipc_codec, "import_handle")
+    leash.stop("9 opened", ipc_codec.PackedBufferImporter, "open")
+    leash.stop("10 copied", server.Worker, "copy")
+    leash.stop("11 synchronized", server.Worker, "synchronize")
+    leash.stop("12 asked", server.WeightTransferEngine, "finish_weight_update", after=False)
+    leash.stop("12 released", server.WeightTransferEngine, "finish_weight_update")
+    return server.main
+
+
+def become(program: str, words: list[str], token: str, end: int, out: int, err: int) -> Any:
+    """What a forked child does: the program, on a leash, with a terminal's signals, in a session of its own."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: it ends with the nursery
+    signal.signal(SIGINT, signal.default_int_handler)
+    for fd, number in ((out, 1), (err, 2)):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.set_inheritable(end, False)
+    os.environ[MARK] = token
+    sys.argv = [f"{program}.py", *words]
+    leash = Leash(end)
+    code = {"trainer": trainer_on, "server": server_on}[program](leash)()
+    leash.say(f"lent {len(ipc_codec._lent)}")
+    return code
+
+
+def nursery(line: socket.socket) -> Any:
+    """Forks a child at every order and answers its pid, or a dead one's exit code; ends with the socket."""
+    gc.freeze()  # so that a child's last collection does not copy all pages of torch
+    while True:
+        text, fds, *_ = socket.recv_fds(line, 1 << 16, 3)
+        if not text:
+            return 0
+        order = json.loads(text)
+        if isinstance(order, int):
+            answer = os.waitstatus_to_exitcode(os.waitpid(order, 0)[1])
+        elif not (answer := os.fork()):
+            line.close()
+            return become(*order, *fds)
+        for fd in fds:
+            os.close(fd)
+        line.send(str(answer).encode())
+
+
+# --- In the test: the nursery's other side ------------------------------------------------------------
+
+
+class Nursery:
+    """The process that children are forked off, and all children there were."""
+
+    def __init__(self) -> None:
+        self.line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.children: list[Child] = []
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())],
+            pass_fds=[its.fileno()],
+            cwd=ROOT,
+            env=environment(gate=True) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        its.close()
+        self.line.settimeout(60)
+
+    def ask(self, order: Any, *fds: int) -> int:
+        socket.send_fds(self.line, [json.dumps(order).encode()], fds)
+        return int(self.line.recv(100))
+
+    def close(self) -> None:
+        """The children that are left are killed with it."""
+        self.line.close()
+        self.process.wait(10)
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+    lent: int | None  # how many exports it had not got back; None where it was killed
+    seconds: float  # from the last signal, or its start
+
+
+class Child:
+    """trainer.py or server.py in a process of its own."""
+
+    def __init__(self, home: Nursery, program: str, *words: Any, stops: tuple[str, ...] = ()):
+        self.home, self.token = home, uuid.uuid4().hex
+        self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.leash, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.stop_at(*stops)
+        order = [program, [str(word) for word in words], self.token]
+        self.pid = home.ask(order, its.fileno(), self.out.fileno(), self.err.fileno())
+        its.close()
+        home.children.append(self)
+        self.since, self.ended = time.monotonic(), False
+
+    def stop_at(self, *stations: str) -> None:
+        for station in stations:
+            self.leash.send(station.encode())
+
+    def hear(self, seconds: float = 20) -> str:
+        """What it says; empty where it has ended."""
+        self.leash.settimeout(seconds)
+        while True:
+            try:
+                return self.leash.recv(100).decode()
+            except ConnectionResetError:  # it has not read all that it was told
+                continue
+
+    def await_at(self, station: str) -> None:
+        assert self.hear() == station, said(self.err)
+
+    def go_on(self) -> None:
+        self.leash.send(b"go on")
+
+    def send(self, by: signal.Signals, group: bool = False) -> None:
+        self.since = time.monotonic()
+        os.killpg(self.pid, by) if group else os.kill(self.pid, by)
+
+    def end(self, seconds: float) -> Ended:
+        """Waits for its end, that long from now at most."""
+        began, lent = self.since, None
+        while word := self.hear(seconds):
+            lent = int(word.removeprefix("lent "))
+        code = self.home.ask(self.pid)
+        self.ended = True
+        return Ended(code, said(self.out), said(self.err), lent, time.monotonic() - began)
+
+    def started(self) -> set[int]:
+        """The processes that it has started, and those these have started."""
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.token}".encode() in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+            except OSError:
+                continue  # it has just ended, or is not ours
+        return found
+
+
+def said(file: Any) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+    """Whether the condition came true within that time."""
+    end = time.monotonic() + seconds
+    while not (found := bool(condition())) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def files_of(pid: int) -> list[Path]:
+    """Its shared-memory files."""
+    return list(Path(ipc_codec.SHM).glob(f"torch_{pid}_*"))
+
+
+class Server(Child):
+    """A server, and what can be seen of it from outside."""
+
+    def __init__(self, home: Nursery, *options: str, port: int = 0):
+        super().__init__(home, "server", "--device", "cpu", "--port", port, *options)
+        ready = re.compile(r"listening on (http://127\.0\.0\.1:(\d+))\n")
+        assert until(lambda: ready.match(said(self.out)), 20), said(self.err)
+        self.url, self.port = ready.match(said(self.out)).groups()  # type: ignore[union-attr]
+        self.at_rest = self.footprint()
+
+    def footprint(self) -> tuple[int, int, int]:
+        """(descriptors, threads, connections whose requests it has not all dealt with)."""
+        here, established, half_closed = f":{int(self.port):04X}", "01", "08"
+        rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        open_ones = [row for row in rows if row[1].endswith(here) and row[3] in (established, half_closed)]
+        mine = Path(f"/proc/{self.pid}")
+        return len(list((mine / "fd").iterdir())), len(list((mine / "task").iterdir())), len(open_ones)
+
+    def maps_memory_of(self, pid: int) -> bool:
+        return f"/torch_{pid}_" in Path(f"/proc/{self.pid}/maps").read_text()
+
+    def ask(self, method: str, path: str, **body: Any) -> requests.Response:
+        with requests.Session() as http:
+            http.trust_env = False
+            return http.request(method, self.url + path, json=body or None, timeout=10)
+
+    def version(self) -> str:
+        return self.ask("GET", "/weight_info").json()["weight_version"]
+
+    def holds(self) -> dict[str, str]:
+        """The checksum of every weight on its one worker."""
+        table = self.ask("POST", "/weight_checker", action="checksum").json()["checksums"]
+        return {key.removeprefix("dp0:pp0:pcp0:tp0:"): digest for key, digest in table.items()}
+
+
+# --- What a kill is, and what is to follow ------------------------------------------------------------
+
+BUFFER = 24  # bytes: three chunks, for weights of 24, 6 and 20
+KILLED, NEXT = model(seed=1), model(seed=2)  # what the trainer that dies has, and the one after it
+MODES = ("unpacked", "packed", "second chunk")  # of a packed sync: stopped in its first chunk, or its second
+ONCE = ("1 begins", "3 exported", "12 asks", "12 asked", "12 released", "12 answered")  # not in each chunk
+
+
+class Kill(NamedTuple):
+    """Who is killed, how, and when: somebody is at that station of a sync in that mode."""
+
+    victim: str
+    by: signal.Signals
+    station: str
+    mode: str
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.station,) * (2 if self.mode == "second chunk" else 1)
+
+    @property
+    def told(self) -> bool:
+        """Whether the trainer has begun to send an update: from there on the server may read what is lent."""
+        before = ["1 begins", "2 copied", "3 exported"] + ["4 described"] * (self.mode == "unpacked")
+        return self.mode == "second chunk" or self.station not in before
+
+    @property
+    def started(self) -> bool:
+        """Whether its update is open on the server: packed, it is before the buffer is filled."""
+        return self.told or (self.mode != "unpacked" and self.station == "2 copied")
+
+    @property
+    def finished(self) -> bool:
+        """Whether its finish gets to the server."""
+        return self.station in ("12 asked", "12 released", "12 answered")
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server then finds the memory gone: a trainer that ends in order takes it along."""
+        opens = ["7 arrived", "8 decoded"] + ["9 opened"] * (self.mode == "unpacked")
+        return self.by != SIGKILL and self.station in opens
+
+    @property
+    def left_open(self) -> bool:
+        """Whether the server, when the trainer is dead, has an update open that nobody will finish."""
+        return self.started and not self.finished and not self.refused
+
+
+def diagonal() -> list[Kill]:
+    """Each number of the journey once, with alternating victims, signals and modes."""
+    numbered = {station.split()[0]: station for station in STATIONS}.values()
+    return [
+        Kill(("trainer", "server")[i % 2], (SIGKILL, SIGTERM, SIGINT)[i % 3], station, MODES[i // 2 % 2])
+        for i, station in enumerate(numbered)
+    ]
+
+
+def kills(victim: str, signals: tuple[signal.Signals, ...] = (SIGKILL, SIGTERM, SIGINT)) -> list[Any]:
+    """All of them; those that are not on the diagonal are for a long run."""
+    every = itertools.product([victim], signals, STATIONS, MODES)
+    all_kills = [Kill(*kill) for kill in every if not (kill[3] == "second chunk" and kill[2] in ONCE)]
+    return [
+        pytest.param(
+            kill,
+            id=f"{kill.by.name}, {kill.station}, {kill.mode}",
+            marks=() if kill in diagonal() else pytest.mark.long,
+        )
+        for kill in all_kills
+    ]
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kills") / "killed.pt"
+    torch.save(KILLED, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def survivor(home: Nursery) -> Server:
+    """The server that sees one trainer after another die. It holds NEXT."""
+    running = Server(home)
+    for mode in MODES:
+        sync(running, mode)
+    running.at_rest = running.footprint()
+    return running
+
+
+def trainer_of(home: Nursery, url: str, checkpoint: Path, kill: Kill, timeout: float = 20) -> Child:
+    """A trainer that sends KILLED in that mode, and stops where the kill is to hit if that is in a trainer."""
+    stops = kill.stops if STATIONS[kill.station] == "trainer" else ()
+    packed = () if kill.mode == "unpacked" else ("--packed", "--packed-buffer-size-bytes", BUFFER)
+    fixed = ("--checkpoint", checkpoint, "--device", "cpu", "--weight-version", "killed")
+    return Child(home, "trainer", url, *fixed, "--timeout", timeout, *packed, stops=stops)
+
+
+def sync(running: Server, mode: str) -> list[str]:
+    """The next run: a whole sync of NEXT from here, without help. What it said meanwhile."""
+    client, lines, lent = trainer.HTTPWeightSyncClient(running.url, 20), [], len(ipc_codec._lent)
+    more = {"device": "cpu:0", "weight_version": "next", "start_wait": 0.1, "progress": lines.append}
+    client.init_weight_transfer_engine({"packed": mode != "unpacked"})
+    if mode == "unpacked":
+        trainer.send_weights(client, NEXT, **more)
+    else:
+        trainer.send_weights_packed(client, NEXT, BUFFER, **more)
+    client._http.close()
+    assert running.holds() == digests(NEXT) and running.version() == "next"
+    assert len(ipc_codec._lent) == lent
+    return lines
+
+
+PROGRESS = re.compile(r"chunk \d/3|\d tensors stay lent: .*|a buffer of 24 bytes stays lent: .*")
+
+
+def sentence(ended: Ended) -> tuple[str, bool]:
+    """The one sentence on stderr, and whether a line before it says that something stays lent."""
+    *progress, last = ended.err.splitlines()
+    assert last.startswith("trainer.py: ") and all(map(PROGRESS.fullmatch, progress)), ended.err
+    return last.removeprefix("trainer.py: "), any("lent" in line for line in progress)
+
+
+def report(kill: Kill, **seen: Any) -> None:
+    """A line of the long run's table."""
+    print(json.dumps({**kill._asdict(), "by": kill.by.name, **seen}))
+
+
+# --- The trainer dies ---------------------------------------------------------------------------------
+
+
+def ends_by(kill: Kill, ended: Ended) -> None:
+    """It was killed, or it ended as an interrupted trainer does: at once, with one sentence and no file."""
+    if kill.by == SIGKILL:
+        assert ended.code == -SIGKILL
+        return
+    said_last, says_lent = sentence(ended)
+    assert (ended.code, said_last) == (130, "interrupted") and ended.seconds < 3
+    in_export = kill.station == "3 exported"  # interrupted before its caller had the handle
+    assert says_lent or in_export or not ended.lent
+    assert kill.told or in_export or not says_lent
+
+
+@pytest.mark.parametrize("kill", kills("trainer"))
+def test_a_server_outlives_its_trainer(home, survivor, checkpoint, kill):
+    """It goes on, keeps no memory, descriptor or thread of the dead one, and no mix passes for a version."""
+    stands = STATIONS[kill.station]
+    if stands == "server":
+        survivor.stop_at(*kill.stops)
+    dying = trainer_of(home, survivor.url, checkpoint, kill)
+    (survivor if stands == "server" else dying).await_at(kill.station)
+    assert survivor.ask("GET", "/health").status_code == 200
+    dying.send(kill.by)
+    ends_by(kill, dying_ended := dying.end(5))
+    if stands == "server":
+        survivor.go_on()
+    assert until(lambda: survivor.footprint() == survivor.at_rest), (survivor.footprint(), survivor.at_rest)
+    assert survivor.ask("GET", "/health").status_code == 200
+    keeps = survivor.maps_memory_of(dying.pid)
+    assert not keeps or (kill.mode != "unpacked" and kill.left_open)
+    assert survivor.version() == ("killed" if kill.finished else "next")
+    holds = survivor.holds()
+    new = [name for name, digest in digests(KILLED).items() if holds[name] == digest]
+    assert holds == digests(NEXT) | {name: digests(KILLED)[name] for name in new}  # whole tensors, no third
+    assert len(new) in ((0, 3) if kill.mode == "unpacked" or kill.finished else range(3 + 1))
+    lines = sync(survivor, kill.mode)
+    waited = any("another trainer may be at it" in line for line in lines)
+    assert waited == kill.left_open, lines
+    assert not survivor.maps_memory_of(dying.pid) and "Traceback" not in said(survivor.err)
+    assert until(lambda: survivor.footprint() == survivor.at_rest)
+    seen = {"new on the server": len(new), "mapped until the next": keeps, "next closed it": waited}
+    report(kill, code=dying_ended.code, lent=dying_ended.lent, **seen)
+
+
+# --- The server dies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kill", kills("server"))
+def test_a_trainer_outlives_its_server(home, checkpoint, kill):
+    """It ends soon, with one sentence, says what it has not got back, and leaves no file; both can go on."""
+    dying = Server(home)
+    stands = STATIONS[kill.station]
+    if stands == "server":
+        dying.stop_at(*kill.stops)
+    survivor = trainer_of(home, dying.url, checkpoint, kill)
+    (dying if stands == "server" else survivor).await_at(kill.station)
+    dying.send(kill.by)
+    ended_server = dying.end(5)
+    assert ended_server.code == (-SIGKILL if kill.by == SIGKILL else 0)
+    assert "Traceback" not in ended_server.err and "Fatal" not in ended_server.err
+    survivor.since = time.monotonic()
+    if stands == "trainer":
+        survivor.go_on()
+    ended = survivor.end(5)
+    last, says_lent = sentence(ended)
+    assert ended.code == 1 and f": no answer from {dying.url}: " in last and ended.seconds < 3
+    assert says_lent or not ended.lent
+    if not kill.told or kill.station == "12 answered":
+        assert ended.lent == 0 and not says_lent
+    assert until(lambda: not files_of(survivor.pid), 3)
+    again = Server(home, port=dying.port)
+    assert not any("another trainer" in line for line in sync(again, kill.mode))
+    again.send(SIGKILL)
+    again.end(5)
+    report(kill, code=ended.code, said=last, lent=ended.lent, says_lent=says_lent, seconds=ended.seconds)
+
+
+# --- The server hangs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kill", kills("server", (signal.SIGSTOP,)))
+def test_a_server_that_hangs_costs_a_time_out_and_serves_the_next_one(home, survivor, checkpoint, kill):
+    """Stopped whole at a station, and let go when the trainer has given up: it finds memory that is gone."""
+    stands = STATIONS[kill.station]
+    if stands == "server":
+        survivor.stop_at(*kill.stops)
+    stuck = trainer_of(home, survivor.url, checkpoint, kill, timeout=1)
+    (survivor if stands == "server" else stuck).await_at(kill.station)
+    survivor.send(signal.SIGSTOP)
+    if stands == "trainer":
+        stuck.go_on()
+    ended = stuck.end(5)
+    last, says_lent = sentence(ended)
+    assert ended.code == 1 and last.endswith(f": no answer from {survivor.url} within 1 s")
+    assert says_lent or not ended.lent
+    assert until(lambda: not files_of(stuck.pid), 3)
+    survivor.send(signal.SIGCONT)
+    if stands == "server":
+        survivor.go_on()
+    assert until(lambda: survivor.footprint() == survivor.at_rest), (survivor.footprint(), survivor.at_rest)
+    lines = sync(survivor, kill.mode)
+    assert not survivor.maps_memory_of(stuck.pid) and "Traceback" not in said(survivor.err)
+    assert until(lambda: survivor.footprint() == survivor.at_rest)
+    waited = any("another trainer may be at it" in line for line in lines)
+    seen = {"says_lent": says_lent, "next closed it": waited, "seconds": ended.seconds}
+    report(kill, code=ended.code, said=last, lent=ended.lent, **seen)
+
+
+# --- Programs that start others -----------------------------------------------------------------------
+
+# What the trainer waits for when it is killed: nothing yet, or the answer to its so manieth request.
+PLACES = {
+    "start-up": 0,
+    "completion": 5,  # after init, and start, update, finish
+    "sync": 8,  # after these, and pause, start
+}
+
+
+@pytest.mark.parametrize("by", [SIGKILL, SIGTERM, SIGINT], ids=lambda by: by.name)
+@pytest.mark.parametrize("place", [pytest.param(p, marks=pytest.mark.long if PLACES[p] else ()) for p in PLACES])
+def test_the_server_of_a_trainer_goes_with_it(home, place, by):
+    """Also where it is not up yet. A SIGINT is a terminal's: both get it."""
+    options = ("--spawn-server", "--device", "cpu", "--steps", 2)
+    dying = Child(home, "trainer", *options, stops=("waits",) * PLACES[place])
+    if PLACES[place]:
+        dying.await_at("waits")
+    assert until(dying.started)
+    dying.send(by, group=by == SIGINT)
+    ended = dying.end(5)
+    if by != SIGKILL:
+        last, _ = sentence(ended)
+        assert (ended.code, last) == (130, "interrupted")
+        assert not files_of(dying.pid)
+    assert until(lambda: not dying.started(), 5), dying.started()
+    assert until(lambda: not files_of(dying.pid), 5)
+    print(json.dumps({"program": "trainer.py --spawn-server", "by": by.name, "place": place, **ended._asdict()}))
+
+
+@pytest.mark.parametrize("by", [SIGTERM, SIGINT], ids=lambda by: by.name)
+def test_a_judge_that_is_interrupted_takes_its_trainer_down_and_has_no_verdict(home, tmp_path, by):
+    """A SIGTERM is sent to it alone, a SIGINT is a terminal's. Exit code 0 would say that nothing was found."""
+    options = ("--device", "cpu", "--transcript", tmp_path / "sync.jsonl")
+    dying = Child(home, "server", *options, "--judge", "sleep 60")
+    assert until(dying.started)
+    dying.send(by, group=by == SIGINT)
+    ended = dying.end(5)
+    print(json.dumps({"program": "server.py --judge", "by": by.name, **ended._asdict()}))
+    assert until(lambda: not dying.started(), 5)
+    assert "Traceback" not in ended.err
+    assert (ended.code, ended.err) == (130, "server.py: interrupted\n")
+
+
+# --- What is left of them all -------------------------------------------------------------------------
+
+
+def test_nobody_leaves_a_process_or_a_file(home, checkpoint):
+    """Of all that died in the tests before, and of one that is killed here with all it can have."""
+    dying = Server(home)
+    dying.stop_at("10 copied")
+    kill = Kill("both", SIGKILL, "10 copied", "packed")
+    lender = trainer_of(home, dying.url, checkpoint, kill)
+    dying.await_at(kill.station)
+    assert files_of(lender.pid) and lender.started()
+    for one in (lender, dying):
+        one.send(SIGKILL)
+        one.end(5)
+    dead = [child for child in home.children if child.ended]
+    assert until(lambda: not [child.pid for child in dead if child.started() or files_of(child.pid)])
+
+
+if __name__ == "__main__":
+    sys.exit(nursery(socket.socket(fileno=int(sys.argv[1]))))
