@@ -361,6 +361,7 @@ class Session:
     """What one worker knows of the conversation: enough to judge the next message."""
 
     uuid: str | None = None  # the worker's GPU; None where it is not known
+    workers: int = 1  # that read the same handles
     state: State = IDLE
     packed: bool = False
     initialized: bool = False
@@ -415,12 +416,19 @@ class Evidence:
     were opened; `unopened`, `misfit`: why the server could not take it. With a finish, for all of the sync:
     `names`; `reply`, `finish`: digests; `held`, `after`: counters before and after the release. With a
     start: `left`: the counters of refused exports. `others`: the `arrival` lists of the workers before.
+
+    A witness from outside opens nothing. With a finish it has `after`, and `later`: counters when a grace has
+    passed; `syncs`: in how many an export was lent; `held` only where somebody else than the server released.
     """
 
     worker: int
     names: Sequence[str]
     seen: Mapping[str, Any]
     others: Sequence[Any] = ()
+
+    def has(self, key: str) -> bool:
+        value = self.seen.get(key)
+        return any(item is not None for item in value) if isinstance(value, list) else value is not None
 
     def column(self, key: str) -> list[int | None]:
         """The values under that key; None where there is nothing to see: an empty tensor has no counter."""
@@ -439,6 +447,15 @@ class Evidence:
         """The first reference counter under the key that is not 1; empty where all are."""
         values = enumerate(self.column(key))
         return next((f"{self.label(at)}: the counter is {n}" for at, n in values if n not in (1, None)), "")
+
+    @property
+    def from_outside(self) -> Iterator[tuple[str, int, list[int]]]:
+        """(whose, syncs, [after, later]) of each export that only the server released, and was seen to."""
+        columns = map(self.column, ("syncs", "held", "after", "later"))
+        rows = itertools.zip_longest(*columns) if self.column("later") else ()
+        for at, (syncs, held, *counters) in enumerate(rows):
+            if held is None and (known := [n for n in counters if n is not None]):
+                yield self.label(at), syncs or 1, known
 
     def label(self, at: int) -> str:
         names = self.seen.get("names") or self.names
@@ -462,7 +479,7 @@ class Rule:
         accepting only what vLLM would have refused.
     check: (message, session) -> what was seen that breaks it, empty while it holds. True where it does
         not apply, and never raises, whatever the message holds. None: SEQUENCE or the judge decides.
-    evidence: the check looks at an Evidence, under this key, and not at a message.
+    evidence: the check looks at an Evidence, under these keys (a space between), and not at a message.
     breaks: each makes from a good `init_info` / `update_info` the smallest bad one. There the value of
         `ipc_handles_pickled` is the handles themselves; whoever sends it encodes what is no text. The
         good one has two tensors or more, none of them empty.
@@ -759,10 +776,12 @@ def _(update: UpdateInfo, session: Session) -> str:
 @broken_by(_handles(lambda uuid, args: ("00000000-0000-4000-8000-00000000dead", args)))
 def _(update: UpdateInfo, session: Session) -> str:
     """a handle has an entry for every GPU that the server uses"""
-    uuid = session.uuid
-    for _at, label, handle in update.labelled if uuid else ():
-        if uuid not in handle and uuid not in list(map(_plain_uuid, handle)):
+    uuid, least = session.uuid, 1 if update.rank_local else session.workers
+    for _at, label, handle in update.labelled:
+        if uuid and uuid not in handle and uuid not in list(map(_plain_uuid, handle)):
             return f"{label}: {reprlib.repr(list(handle))}, and the worker's GPU is {uuid}"
+        if not uuid and len(handle) < least:
+            return f"{label}: {reprlib.repr(list(handle))}, and the server has {least} workers"
     return ""
 
 
@@ -962,9 +981,14 @@ def _(evidence: Evidence, session: Session) -> str:
     return ""
 
 
-@witness_rule("export.fresh", SHOULD, "torch: one reduce_tensor pays for one open and release", "before")
+@witness_rule(
+    "export.fresh", SHOULD, "torch: one reduce_tensor pays for one open and release", "before later"
+)
 def _(evidence: Evidence, session: Session) -> str:
     """an export is opened in one sync: its reference counter is 1 when it comes"""
+    for label, syncs, counters in evidence.from_outside:
+        if syncs > 1 and min(counters) < 0:
+            return f"{label}: lent in {syncs} syncs, and the counter is {min(counters)}"
     return evidence.not_one("before")
 
 
@@ -998,12 +1022,20 @@ def _(evidence: Evidence, session: Session) -> str:
     "export.released",
     MUST,
     "torch: memory is reclaimed at counter 0",
-    "after",
+    "after later",
     "finish_weight_update",
     party="server",
 )
 def _(evidence: Evidence, session: Session) -> str:
     """after the finish every export that was opened has been released once: its counter is 0"""
+    for label, syncs, counters in evidence.from_outside:
+        if min(counters) < 0:
+            if syncs == 1:
+                return f"{label}: released {1 - min(counters)} times"
+        elif counters[-1] > 0:
+            return f"{label}: left open, the counter is {counters[-1]}"
+        elif counters[0] > 0:
+            return f"{label}: released too late, the counter was {counters[0]} when the finish was answered"
     pairs = enumerate(zip(evidence.column("held"), evidence.column("after"), strict=False))
     return next((f"{evidence.label(at)}: the counter is {n}" for at, (h, n) in pairs if h == 1 and n), "")
 
@@ -1024,7 +1056,7 @@ for _id, _level, _refused, _source, _text, _call in (
     ("call.one-in-flight", SHOULD, "never", "vllm #37476",
      "a call is made after the call before it was answered", "update_weights"),
     ("sync.finished", MUST, "never", HTTP, "a sync that was started is finished", "finish_weight_update"),
-    ("refusal.explained", MUST, "never", "neither side can be blamed from outside",
+    ("refusal.explained", MUST, "never", "no answer (502 to 504) or no reason: the server's; else unclear",
      "a refused call breaks a rule", "update_weights"),
 ):  # fmt: skip
     RULES[_id] = Rule(_id, _level, _refused, _source, _text, _call)
@@ -1044,11 +1076,13 @@ LAYOUT_RULES = {  # what need not be looked at again where the layout is known
 for _rule in RULES.values():
     if _rule.check is not None:
         (WITNESS_RULES if _rule.evidence else MESSAGE_RULES).setdefault(_rule.call, []).append(_rule)
+WITNESS_RULES["finish_weight_update"].append(RULES["export.fresh"])  # from outside it shows only there
 
 
 # --- The judge --------------------------------------------------------------------------------------
 
 TRANSCRIPT = {"transcript": "weight-sync", "version": 1}  # the first line has these, and `uuids`
+NO_ANSWER = (502, 503, 504)  # of what stands before the server, or before its engine: the call may be done
 
 
 class Finding(NamedTuple):
@@ -1079,17 +1113,14 @@ def check(exchanges: Iterable[Mapping[str, Any]], exercised: set[str] | None = N
     header = next(lines, {})
     if not isinstance(header, Mapping) or any(header.get(key) != value for key, value in TRANSCRIPT.items()):
         raise ValueError(f"the first line is no transcript's header: {reprlib.repr(header)}")
-    uuids: Any = header.get("uuids") if _strings(header.get("uuids")) else []
-    judge = _Judge(
-        [Session(uuid=uuid) for uuid in uuids] or [Session()], set() if exercised is None else exercised
-    )
+    judge = Judge.of(header, set() if exercised is None else exercised)
     for at, line in enumerate(lines, 2):
         judge.hear(at, line)
     return judge.conclude()
 
 
 @dataclass
-class _Judge:
+class Judge:
     """One pass over the exchanges. Every worker's session is replayed."""
 
     sessions: list[Session]
@@ -1097,6 +1128,14 @@ class _Judge:
     findings: list[Finding] = field(default_factory=list)
     last: tuple[int, str, int] = (0, "", 0)
     ended: float = 0.0
+    lost: bool = False  # a call got no answer: the session is in either state
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], exercised: set[str]) -> Judge:
+        uuids = header.get("uuids")
+        known = isinstance(uuids, list) and all(uuid is None or isinstance(uuid, str) for uuid in uuids)
+        each: Any = uuids if known and uuids else [None]
+        return cls([Session(uuid=uuid, workers=len(each)) for uuid in each], exercised)
 
     def hear(self, at: int, line: Any) -> None:
         call, status = (line.get("call"), line.get("status")) if isinstance(line, Mapping) else (None, None)
@@ -1104,6 +1143,10 @@ class _Judge:
             raise ValueError(f"line {at} has no call and status of a transcript: {reprlib.repr(line)}")
         self.last = (at, call, status)
         self._time(line)
+        error = line.get("error")
+        if status in NO_ANSWER:
+            self.lost = True
+            self._find([Refused(RULES["refusal.explained"], _one_line(error))], party="server")
         try:
             given = read_envelope(call, line.get("body"))
         except BadRequest as exc:
@@ -1113,18 +1156,28 @@ class _Judge:
         if status == 400 and isinstance(line.get("body"), str):
             self._find([Refused(RULES["body.envelope"], line["body"])])
             return
-        refusal = self.sessions[0].forbids(call)
+        self._come_back(call)
+        refusal = None if self.lost else self.sessions[0].forbids(call)
         self.exercised |= {
             rule.id for rule in RULES.values() if rule.call == call and rule.calls and not rule.evidence
         }
         broken = [refusal] if refusal else self._content(call, given, line)
         self._find(broken)
-        if not self._succeeded and not broken:
-            self._find([Refused(RULES["refusal.explained"], _one_line(line.get("error")))], party="unclear")
+        if not self._succeeded and not broken and not self.lost:
+            party = "server" if isinstance(error, str) and not error.strip() else "unclear"
+            self._find([Refused(RULES["refusal.explained"], _one_line(error) or "no reason")], party)
 
     @property
     def _succeeded(self) -> bool:
         return 200 <= self.last[2] < 300
+
+    def _come_back(self, call: str) -> None:
+        """After a call without an answer, the first that is let in says in which state the session was."""
+        states = [state for state in State if isinstance(SEQUENCE[state, call], Move)]
+        if self.lost and self._succeeded and len(states) == 1:
+            self.lost = False
+            for session in self.sessions:
+                session.state = states[0]
 
     def _time(self, line: Mapping[str, Any]) -> None:
         began, ended = line.get("began"), line.get("ended")
@@ -1156,7 +1209,7 @@ class _Judge:
                 broken.setdefault(refusal.rule.id, refusal)
             self._exercise(call, session, message, evidence)
             others.append(evidence.seen.get("arrival"))
-            if self.last[2] != 400:  # which leaves the session as it was
+            if self.last[2] != 400 and (self._succeeded or not self.lost):  # 400 leaves it as it was
                 session.settle(call, message, ok=self._succeeded)
         return list(broken.values())
 
@@ -1168,8 +1221,7 @@ class _Judge:
         rules = MESSAGE_RULES.get(call, []) if update or call != "update_weights" else []
         self.exercised |= {rule.id for rule in rules if rule.applies(session)} - silent
         for rule in WITNESS_RULES.get(call, []):
-            value = evidence.seen.get(rule.evidence)
-            there = any(item is not None for item in value) if isinstance(value, list) else value is not None
+            there = any(map(evidence.has, rule.evidence.split()))
             if there and (evidence.others or rule.id != "workers.same-bytes"):
                 self.exercised.add(rule.id)
 
@@ -1186,7 +1238,7 @@ class _Judge:
                 self.findings.append(Finding(at, call, "server", rule, "let in what vLLM refuses", status))
 
     def conclude(self) -> list[Finding]:
-        if self.sessions[0].state is UPDATING:
+        if self.sessions[0].state is UPDATING and not self.lost:
             self._find([Refused(RULES["sync.finished"], "the transcript ends in an open update")])
         elif "finish.after-start" in self.exercised:
             self.exercised.add("sync.finished")
@@ -1234,6 +1286,8 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         return 2
     for finding in findings:
         out(str(finding))
+    if unseen := next(filter(None, map(_uncounted, lines)), ""):
+        out(f"  reference counters are not observable: {unseen}")
     broken = {finding.rule.id for finding in findings}
     for rule in RULES.values():
         state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"
@@ -1241,6 +1295,11 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
     counted = [f for f in findings if strict or f.rule.level == MUST]
     out(_sentence(findings, counted, len(lines) - 1))
     return 1 if counted else 0
+
+
+def _uncounted(line: Mapping[str, Any]) -> str:
+    """Why the witness could see no counters; empty where it could."""
+    return _one_line(_evidence(0, None, line, []).seen.get("uncounted") or "")
 
 
 def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -> str:

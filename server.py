@@ -8,6 +8,8 @@ the request (station 7), `WeightTransferEngine.update_weights` judges it and rea
     ... python server.py --transcript sync.jsonl        a witness: `protocol.py sync.jsonl` judges it
     ... python server.py --judge 'COMMAND {url}'        runs that trainer, and judges it: exit code 0
                                     clean, 1 findings, 2 nothing was exercised
+    python server.py --forward http://vllm:8000 --transcript sync.jsonl        in between: passes every
+                                    request on to a real server, and judges both sides
 
 Without a GPU the same is played through shared memory (see `ipc_codec`). Without --model the server
 takes any names; a name that it holds keeps its shape and dtype.
@@ -16,16 +18,23 @@ takes any names; a name that it holds keeps its shape and dtype.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import gc
+import http.client
 import http.server
 import importlib
+import itertools
 import json
 import logging
+import marshal
 import os
+import queue
 import re
+import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -541,9 +550,8 @@ class App:
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Station 7. The envelope is judged first (400), then the session and the content (500)."""
         url = urllib.parse.urlsplit(target)
-        if (origin := headers.get("origin")) and urllib.parse.urlsplit(origin).netloc != headers.get("host"):
-            # Start, finish and pause need no body: any web page could send them.
-            return Reply(403, {"detail": f"requests of web pages of {origin} are not answered"})
+        if refusal := of_a_web_page(headers):
+            return refusal
         wanted, handler = ROUTES.get(url.path, ("", None))
         if handler is None:
             return Reply(404, {"detail": "Not Found"})
@@ -903,6 +911,13 @@ def _int64(digits: str) -> int:
     return int(digits)
 
 
+def of_a_web_page(headers: Mapping[str, str]) -> Reply | None:
+    """The refusal of a foreign page. Start, finish and pause need no body: any web page could send them."""
+    if (origin := headers.get("origin")) and urllib.parse.urlsplit(origin).netloc != headers.get("host"):
+        return Reply(403, {"detail": f"requests of web pages of {origin} are not answered"})
+    return None
+
+
 def _error(status: int, kind: str, message: str, param: str | None) -> Reply:
     return Reply(status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
 
@@ -991,6 +1006,557 @@ class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
 
+# --- In between: passes on to a real server, and looks from outside -----------------------------------
+
+CONNECT_SECONDS = 5
+UPSTREAM_SECONDS = 600  # a call that is not answered for so long is given up, with 504
+KEPT_SECONDS = 4  # a connection that was idle for longer is not used again: vLLM closes it after 5
+GRACE_SECONDS = 1.0  # after the answer to a finish: what still counts 1 then was left open
+COUNTER_FILES = 64  # that are looked at; torch begins a new one after 10,000 exports
+EXPORTS_KEPT = 1 << 18  # of syncs that are over, to know one that comes again
+HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
+    *("expect", "host", "content-length"),  # which are written anew
+}
+HANDLES_TEXT = re.compile(rb'"ipc_handles_pickled"\s*:\s*"([^"]*)"')
+COUNTER_NAME = re.compile(rb"(?<!cpu:)" + ipc_codec.SHM_NAME.pattern)  # not the emulation's storages
+STILL = "it may still be at it, and read what was lent"
+
+Headers = list[tuple[str, str]]
+Counters = dict[bytes, bytes | str]  # counter file -> what is in it, or why it cannot be read
+
+
+def read_counters(names: Iterable[bytes]) -> Counters:
+    """Each file is read once, however many exports are in it."""
+    found: Counters = {}
+    for name in names:
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            file = os.open(os.fsencode(ipc_codec.SHM) + name, flags)
+            try:
+                found[name] = os.pread(file, ipc_codec.COUNTER_FILE_BYTES, 0)
+            finally:
+                os.close(file)
+        except OSError as exc:
+            found[name] = exc.strerror or str(exc)
+    return found
+
+
+class Said(NamedTuple):
+    """A sync call and its answer; and the counter files before it was passed on, and at its answer."""
+
+    call: str
+    content_type: str
+    body: bytes
+    status: int
+    reply: bytes
+    began: float
+    ended: float
+    before: Counters
+    after: Counters
+
+    @property
+    def good(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Forward:
+    """Where requests go, and what is remembered of them for the transcript. `Relay` passes them on.
+
+    Nothing here decodes, judges or writes: an `Observer` does, in a process of its own, because it would
+    hold up the next call by the interpreter's lock.
+    """
+
+    def __init__(self, url: str, transcript: str, max_body_bytes: int):
+        """Raises ValueError where no server with workers is at the URL, OSError for the transcript."""
+        self.parts = urllib.parse.urlsplit(url.rstrip("/"))
+        if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
+            raise ValueError(f"--forward {url!r} is no URL such as http://127.0.0.1:8000")
+        self.host = self.parts.netloc.rpartition("@")[2]
+        self.url = f"{self.parts.scheme}://{self.host}{self.parts.path}"
+        self.max_body_bytes = max_body_bytes
+        self.lock = threading.Lock()
+        self.counter_files: dict[bytes, None] = {}  # the newest last
+        self.heard: queue.SimpleQueue[Said | None] = queue.SimpleQueue()
+        self.child, pipe = _fork(Observer(transcript, self.url, self._world_size()).run)
+        self.feeder = threading.Thread(target=self._feed, args=(pipe,), daemon=True)
+        self.feeder.start()
+
+    def connect(self) -> socket.socket:
+        secure = self.parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(self.parts.hostname or "", self.parts.port, timeout=CONNECT_SECONDS)
+        connection.connect()
+        connection.sock.settimeout(UPSTREAM_SECONDS)
+        return connection.sock
+
+    def _world_size(self) -> int:
+        status, text = 0, b""
+        try:
+            with contextlib.closing(self.connect()) as sock:
+                sock.settimeout(CONNECT_SECONDS)
+                path = f"{self.parts.path}/get_world_size?include_dp=true"
+                sock.sendall(f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\n\r\n".encode())
+                response = http.client.HTTPResponse(sock, method="GET")
+                response.begin()
+                status, text = response.status, response.read()
+            return range(1, 1 + json.loads(text)["world_size"])[-1]  # 1 or more
+        except (OSError, http.client.HTTPException) as exc:
+            raise ValueError(f"--forward {self.url}: no server answers there: {exc}") from None
+        except (ValueError, LookupError, TypeError):
+            hint = "vLLM has it with VLLM_SERVER_DEV_MODE=1"
+            raise ValueError(
+                f"--forward {self.url}: it answers {status} to /get_world_size; {hint}"
+            ) from None
+
+    def note(self, body: bytes) -> None:
+        """Remembers the counter files that an update names. Nothing is decoded but base64."""
+        for text in HANDLES_TEXT.findall(body):
+            with contextlib.suppress(ValueError):
+                names = dict.fromkeys(COUNTER_NAME.findall(base64.b64decode(text)))
+                with self.lock:
+                    older = [name for name in self.counter_files if name not in names]
+                    self.counter_files = dict.fromkeys([*older, *names][-COUNTER_FILES:])
+
+    def look(self) -> Counters:
+        return read_counters(self.counter_files)
+
+    def _feed(self, pipe: int) -> None:
+        with contextlib.suppress(OSError), os.fdopen(pipe, "wb") as file:
+            while said := self.heard.get():
+                marshal.dump(tuple(said), file)
+                file.flush()
+            return
+        log.error("the transcript's writer has ended: nothing is written down any more")
+        while self.heard.get():
+            pass
+
+    def close(self) -> None:
+        """Returns when all that was heard is written."""
+        self.heard.put(None)
+        self.feeder.join()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.child, 0)
+
+
+def _fork(run: Callable[[int], None]) -> tuple[int, int]:
+    """A child that runs `run(pipe)` until the pipe ends: its pid, and our end."""
+    theirs, ours = os.pipe()
+    if pid := os.fork():
+        os.close(theirs)
+        return pid, ours
+    try:
+        os.close(ours)
+        for number in (signal.SIGINT, signal.SIGTERM):  # may go to both; then the rest is still written
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(5)
+        run(theirs)
+    finally:
+        os._exit(0)
+
+
+class NoAnswer(Exception):
+    """The server gave none; the client is told `status` instead."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.reply = _error(
+            status, "GatewayTimeoutError" if status == 504 else "BadGatewayError", message, None
+        )
+
+
+class Relay(Connection):
+    """A client's connection, and one to the server for it. Bytes go on as they came, and so they return."""
+
+    forward: Forward
+    upstream: socket.socket | None = None
+    answered_at = 0.0
+
+    def serve(self) -> None:
+        began = time.monotonic()
+        body = self._read_body()
+        refusal = of_a_web_page({name.lower(): value for name, value in self.headers.items()})
+        call = urllib.parse.urlsplit(self.path).path[1:]
+        if isinstance(body, Reply):
+            self._write(body, close=True)
+        elif refusal:
+            self._write(refusal, close=False)
+        elif self.command == "POST" and call in protocol.CALLS:
+            self._sync_call(call, body, began)
+        else:
+            self._other_call(body)
+
+    def _sync_call(self, call: str, body: bytes, began: float) -> None:
+        """Between the answer and its passing on there is nothing but a look at the counters."""
+        before = self.forward.look() if call in ("start_weight_update", "finish_weight_update") else {}
+        try:
+            response = self._ask(body, update=call == "update_weights")
+            status, reason, headers = response.status, response.reason, response.getheaders()
+            content = self._whole(response)
+        except NoAnswer as exc:
+            status, reason, headers = exc.reply.status, "", [("content-type", "application/json")]
+            content = json.dumps(exc.reply.body).encode()
+        ended = time.monotonic()
+        after = self.forward.look() if call in ("update_weights", "finish_weight_update") else {}
+        content_type = self.headers.get("content-type", "")
+        said = Said(call, content_type, body, status, content, began, ended, before, after)
+        self.forward.heard.put(said)  # in the order of the answers
+        more = [("content-length", str(len(content)))]
+        self._write_head(status, reason, headers, more, close=status >= 500)
+        self.wfile.write(content)
+        self.wfile.flush()
+
+    def _other_call(self, body: bytes) -> None:
+        """Any other answer is passed on in pieces, as they come. A client that hangs up aborts its call."""
+        try:
+            response = self._ask(body, update=False, watch=True)
+        except NoAnswer as exc:
+            self._write(exc.reply, close=True)
+            return
+        headers = response.getheaders()
+        length = [(name, value) for name, value in headers if name.lower() == "content-length"]
+        ends = bool(length) or self.command == "HEAD" or response.length == 0
+        chunked = not ends and self.request_version != "HTTP/1.0"
+        more = [("transfer-encoding", "chunked")] if chunked else length
+        self._write_head(response.status, response.reason, headers, more, close=not (ends or chunked))
+        self.connection.settimeout(UPSTREAM_SECONDS)  # a slow reader is no idle one
+        try:
+            self._pieces(response, chunked)
+            self._answered(response)
+            self.connection.settimeout(IDLE_SECONDS)
+        except (OSError, http.client.HTTPException):
+            self._hang_up()  # on both sides: half an answer is not to be taken for a whole one
+            self.close_connection = True
+
+    def _pieces(self, response: http.client.HTTPResponse, chunked: bool) -> None:
+        if chunked:
+            self.wfile.flush()
+        while piece := response.read1(1 << 16):
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
+            self.wfile.flush()
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        self.wfile.write(b"0\r\n\r\n" if chunked else b"")
+        self.wfile.flush()
+
+    def _ask(self, body: bytes, update: bool, watch: bool = False) -> http.client.HTTPResponse:
+        """Passes the request on; returns when the answer begins. Nothing is ever sent twice."""
+        try:
+            sock = self._connected()
+        except OSError as exc:
+            raise NoAnswer(502, f"{self.forward.url} cannot be reached: {exc}") from None
+        with self._or_no_answer():
+            sock.sendall(self._request_head() + body)
+            if update:
+                self.forward.note(body)
+            if watch:
+                self._await_either(sock)
+            response = http.client.HTTPResponse(sock, method=self.command)
+            response.begin()
+            return response
+
+    def _whole(self, response: http.client.HTTPResponse) -> bytes:
+        with self._or_no_answer():
+            content = response.read()
+        self._answered(response)
+        return content
+
+    @contextlib.contextmanager
+    def _or_no_answer(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            self._hang_up()
+            late = f"{self.forward.url} gave no answer within {UPSTREAM_SECONDS:g} s; {STILL}"
+            raise NoAnswer(504, late) from None
+        except (OSError, http.client.HTTPException) as exc:
+            self._hang_up()
+            raise NoAnswer(502, f"{self.forward.url} hung up without an answer: {exc}; {STILL}") from None
+
+    def _await_either(self, sock: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        poll.register(self.connection, select.POLLRDHUP)
+        ready = dict(poll.poll(UPSTREAM_SECONDS * 1000))
+        if ready and sock.fileno() not in ready:
+            raise ConnectionAbortedError("the client hung up first")
+
+    def _connected(self) -> socket.socket:
+        """The connection of the call before, if nobody has closed it, or a new one."""
+        if self.upstream and (time.monotonic() - self.answered_at > KEPT_SECONDS or _readable(self.upstream)):
+            self._hang_up()
+        self.upstream = self.upstream or self.forward.connect()
+        return self.upstream
+
+    def _answered(self, response: http.client.HTTPResponse) -> None:
+        self.answered_at = time.monotonic()
+        if response.will_close or response.status >= 500:  # vLLM closes it after a 500, and does not say so
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self.upstream:
+            self.upstream.close()
+        self.upstream = None
+
+    def _request_head(self) -> bytes:
+        headers = [("host", self.forward.host), *_end_to_end(self.headers.items())]
+        if "content-length" in self.headers:
+            headers.append(("content-length", self.headers["content-length"]))
+        head = [f"{self.command} {self.forward.parts.path}{self.path} HTTP/1.1"]
+        return "\r\n".join([*head, *map(": ".join, headers), "", ""]).encode("latin-1")
+
+    def _write_head(self, status: int, reason: str, headers: Headers, more: Headers, close: bool) -> None:
+        self.send_response_only(status, reason or None)
+        for name, value in [*_end_to_end(headers), *more, *([("connection", "close")] if close else [])]:
+            self.send_header(name, value)
+        self.end_headers()
+
+    def finish(self) -> None:
+        self._hang_up()
+        super().finish()
+
+
+def _end_to_end(headers: Iterable[tuple[str, str]]) -> Headers:
+    """Those that are not about one connection, unfolded."""
+    named = ",".join(value for name, value in headers if name.lower() == "connection")
+    dropped = {*HOP_BY_HOP, *(token.strip().lower() for token in named.split(","))}
+    return [(name, " ".join(value.splitlines())) for name, value in headers if name.lower() not in dropped]
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Forwarder(Server):
+    def __init__(self, address: tuple[str, int], relay: type[Relay], forward: Forward):
+        self.forward = forward
+        super().__init__(address, relay)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.forward.close()
+
+
+# --- The observer: a transcript from outside ----------------------------------------------------------
+
+
+class Export(NamedTuple):
+    """One export, by what tells it from every other: each has a counter's slot of its own."""
+
+    uuid: str
+    file: bytes
+    slot: int
+    storage: str
+
+    @classmethod
+    def of(cls, uuid: str, args: Any) -> Export | None:
+        """From described arguments; None where they name no counter."""
+        try:
+            file, slot = bytes.fromhex(args[protocol.COUNTER]), args[protocol.SLOT]
+        except (TypeError, ValueError, LookupError):
+            return None
+        if not ipc_codec.SHM_NAME.fullmatch(file) or type(slot) is not int or not 0 <= slot < ipc_codec.SLOTS:
+            return None
+        return cls(uuid, file, slot, f"{args[protocol.STORAGE_HANDLE]} {args[protocol.STORAGE_OFFSET]}")
+
+    def counter(self, counters: Counters) -> int | None:
+        file, at = counters.get(self.file), ipc_codec.HEADER_BYTES + 8 * self.slot
+        if not isinstance(file, bytes) or len(file) < at + 8:
+            return None
+        return int.from_bytes(file[at : at + 8], "little", signed=True)
+
+
+@dataclass
+class Lent:
+    """What an update that was accepted has lent, until a finish is."""
+
+    label: str
+    syncs: int  # in which it was lent, this one too
+    replied: int | None = None  # its counter when the last update that names it was answered
+    times: int = 1  # unpacked, each handle is opened and released
+    now: bool = True  # lent in the sync that is open
+
+
+class Observer:
+    """Writes a transcript of what was passed on, and warns of each finding. It opens no handle.
+
+    What a server took it owes a release, once, before it answers the finish; what it refused the trainer
+    settles before the next start.
+    """
+
+    def __init__(self, path: str, url: str, workers: int):
+        self.workers = workers
+        self.lent: dict[Export, Lent] = {}
+        self.refused: dict[Export, None] = {}
+        self.past: dict[Export, int] = {}  # in how many syncs they were lent
+        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process is there)
+        header = {**protocol.TRANSCRIPT, "forwarded": url, "uuids": [None] * workers}
+        self.judge = protocol.Judge.of(header, set())
+        self.lines = self.warned = 0
+        self._line(header)
+
+    def run(self, pipe: int) -> None:
+        """Hears what is said until the pipe ends."""
+        with os.fdopen(pipe, "rb") as file, contextlib.suppress(EOFError):
+            while True:
+                said = Said(*marshal.load(file))
+                took = f"{1e3 * (said.ended - said.began):.1f} ms"
+                log.info("%s: %d in %s", said.call, said.status, took)
+                try:
+                    self._write(self._hear(said))
+                except Exception:  # of a stranger's bytes; the next call is heard all the same
+                    log.exception("%s was not written down", said.call)
+        self.judge.conclude()
+        self._warn()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._line(line)
+        self.judge.hear(self.lines, line)
+        self._warn()
+
+    def _line(self, line: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.file.flush()
+        self.lines += 1
+
+    def _warn(self) -> None:
+        for finding in self.judge.findings[self.warned :]:
+            log.warning("line %s", " ".join(str(finding).split()))
+        self.warned = len(self.judge.findings)
+
+    def _hear(self, said: Said) -> dict[str, Any]:
+        request = Request(said.content_type, said.body, {})
+        with contextlib.suppress(BadRequest, UnicodeDecodeError):
+            request.json(required=False)
+        handles, seen = None, {}
+        if said.call == "update_weights":
+            handles, updates = self._decode(request.parsed)
+            seen = self._updated(said, updates)
+        elif said.good and said.call == "start_weight_update":
+            seen = self._started(said)
+        elif said.good and said.call == "finish_weight_update":
+            seen = self._finished(said)
+        error = None if said.good else _reason(said.reply)
+        line = {"call": said.call, "body": _without_pickles(request.parsed), "status": said.status}
+        times = {"error": error, "began": said.began, "ended": said.ended}
+        return {**line, **times, "handles": handles, "seen": {"workers": [seen]}}
+
+    def _decode(self, body: Any) -> tuple[Any, list[UpdateInfo]]:
+        """The handles as the transcript has them, and what each worker was sent."""
+        try:
+            given = protocol.read_envelope("update_weights", body)
+            entries = protocol.worker_entries(given, self.workers)
+        except (BadRequest, protocol.Refused):
+            return None, []  # the judge says what is wrong with it
+        texts = [e.ipc_handles_pickled for e in entries]
+        known = {t: WeightTransferEngine._describe(t)[1] for t in {t for t in texts if isinstance(t, str)}}
+        each = [known[text] if isinstance(text, str) else None for text in texts]
+        updates = [replace(entry, handles=found) for entry, found in zip(entries, each, strict=True)]
+        return each if isinstance(given, list) else each[0], updates
+
+    def _updated(self, said: Said, updates: Sequence[UpdateInfo]) -> dict[str, Any]:
+        came = list(_exports_of(updates))
+        seen: dict[str, Any] = {"replied": [export.counter(said.after) for export, _, _ in came]}
+        if not said.good:
+            if said.status not in protocol.NO_ANSWER:
+                self.refused |= {export: None for export, _, _ in came if export not in self.lent}
+            return seen
+        files = {export.file: None for export, _, _ in came}
+        unread = ((file, why) for file in files if isinstance(why := said.after.get(file), str))
+        blind = next((f"{ipc_codec.SHM}{file.decode()}: {why}" for file, why in unread), "")
+        if blind := blind or _nobodys(updates, self.workers):
+            seen["uncounted"] = blind
+        for (export, label, packed), count in zip(came, seen["replied"], strict=True):
+            self.refused.pop(export, None)
+            if not blind:
+                self._lend(export, label, packed).replied = count
+        return seen
+
+    def _lend(self, export: Export, label: str, packed: bool) -> Lent:
+        lent = self.lent.get(export)
+        if lent and lent.now:
+            lent.times += not packed
+            return lent
+        syncs = 1 + (lent.syncs if lent else self.past.get(export, 0))
+        self.lent[export] = Lent(label, syncs)
+        return self.lent[export]
+
+    def _started(self, said: Said) -> dict[str, Any]:
+        left = [export.counter(said.before) for export in self.refused]
+        self.refused.clear()
+        for lent in self.lent.values():
+            lent.now = False  # of a sync that failed
+        return {"left": left}
+
+    def _finished(self, said: Said) -> dict[str, Any]:
+        """What was seen of every export; of a failed sync's only whether they are still open."""
+        lent, self.lent = self.lent, {}
+        self.past |= {export: one.syncs for export, one in lent.items()}
+        for export in list(itertools.islice(self.past, max(0, len(self.past) - EXPORTS_KEPT))):
+            del self.past[export]
+        later = self._later(lent, said.ended)
+        columns: dict[str, list[Any]] = {key: [] for key in ("names", "syncs", "held", "after", "later")}
+        for (export, one), last in zip(lent.items(), later, strict=True):
+            counts = [export.counter(said.after), last]
+            early = _released_early(one, export.counter(said.before), counts[0])
+            if one.times > 1 or not one.now:  # an export that is used twice is released twice
+                counts = [n if n and n > 0 else None for n in counts]
+            for column, value in zip(columns.values(), (one.label, one.syncs, early, *counts), strict=True):
+                column.append(value)
+        return columns
+
+    @staticmethod
+    def _later(lent: Iterable[Export], ended: float) -> list[int | None]:
+        """The counters when none is 1 any more, or when the grace has passed."""
+        exports = list(lent)
+        while True:
+            counters = read_counters({export.file: None for export in exports})
+            counts = [export.counter(counters) for export in exports]
+            if 1 not in counts or time.monotonic() > ended + GRACE_SECONDS:
+                return counts
+            time.sleep(0.02)
+
+
+def _released_early(lent: Lent, before: int | None, after: int | None) -> int | None:
+    """The counter before the finish, where the server held the export and somebody else has released it.
+
+    The server has then released it once more, with the finish. One that lets go earlier does not.
+    """
+    released = lent.replied == 1 and before is not None and before < 1
+    return before if released and after is not None and after < before and lent.syncs == 1 else None  # type: ignore[operator]
+
+
+def _exports_of(updates: Sequence[UpdateInfo]) -> Iterator[tuple[Export, str, bool]]:
+    """(export, whose, whether it is the packed buffer), in the order of the handles and of their GPUs."""
+    for update in updates if updates and updates[0].rank_local else updates[:1]:
+        for _at, label, handle in update.labelled:
+            for uuid, args in handle.items():
+                if export := Export.of(uuid, args):
+                    whose = f"{label} on GPU {uuid}" if len(handle) > 1 else label
+                    yield export, whose, isinstance(update.handles, dict)
+
+
+def _nobodys(updates: Sequence[UpdateInfo], workers: int) -> str:
+    """Where handles name more GPUs than workers read them: what nobody opens cannot be told from a leak."""
+    for update in updates:
+        readers = 1 if update.rank_local else workers
+        for _at, label, handle in update.labelled:
+            if len(handle) > readers:
+                return f"{label} is lent on {len(handle)} GPUs, to {readers} workers"
+    return ""
+
+
+def _reason(reply: bytes) -> str:
+    """What an error answer says is wrong: its message, detail or text; empty where it says nothing."""
+    try:
+        body = json.loads(reply)
+        return str(body["error"]["message"] if "error" in body else body["detail"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return reply[:400].decode(errors="replace")
+
+
 # --- The command line --------------------------------------------------------------------------------
 
 
@@ -1036,12 +1602,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="413 over it (%(default)s)")
     add("--hold-seconds", type=float, default=0, metavar="S", help="answer an update so much later")
     add("--transcript", metavar="FILE", help="write what was said and seen, for `protocol.py FILE` to judge")
+    add(
+        "--forward",
+        metavar="URL",
+        help="hold no weights: pass every request on to that server, and judge both",
+    )
     add("--judge", metavar="COMMAND", help="run a trainer on a free port, {url} in it replaced, and judge it")
     return parser
 
 
 def make_server(options: argparse.Namespace) -> Server:
     """The listening server. Raises ValueError for options that cannot be, OSError for the address."""
+    if options.forward is not None:
+        return make_forwarder(options)
     devices = parse_devices(options.device)
     if options.data_parallel_size < 1 or len(devices) % options.data_parallel_size:
         raise ValueError(
@@ -1056,6 +1629,19 @@ def make_server(options: argparse.Namespace) -> Server:
     return Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
 
 
+def make_forwarder(options: argparse.Namespace) -> Server:
+    """As `make_server`, without an engine: no device is touched."""
+    if not options.transcript:
+        raise ValueError("--forward writes down what was said: it needs --transcript FILE or --judge COMMAND")
+    forward = Forward(options.forward, options.transcript, options.max_body_bytes)
+    relay = type("Relay", (Relay,), {"app": forward, "forward": forward})
+    try:
+        return Forwarder((options.host, options.port), relay, forward)
+    except OSError:
+        forward.close()
+        raise
+
+
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     """Runs the trainer against this witness, and judges it. Returns the exit code."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -1066,6 +1652,7 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
     server.shutdown()
+    server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     return protocol.verdict(options.transcript, options.strict)
 
