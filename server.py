@@ -1633,13 +1633,10 @@ def make_forwarder(options: argparse.Namespace) -> Server:
     """As `make_server`, without an engine: no device is touched."""
     if not options.transcript:
         raise ValueError("--forward writes down what was said: it needs --transcript FILE or --judge COMMAND")
+    gc.freeze()  # torch's objects: a collection that looks through them would hold up a call by 0.1 s
     forward = Forward(options.forward, options.transcript, options.max_body_bytes)
     relay = type("Relay", (Relay,), {"app": forward, "forward": forward})
-    try:
-        return Forwarder((options.host, options.port), relay, forward)
-    except OSError:
-        forward.close()
-        raise
+    return Forwarder((options.host, options.port), relay, forward)
 
 
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
