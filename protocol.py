@@ -1129,13 +1129,17 @@ class Judge:
     last: tuple[int, str, int] = (0, "", 0)
     ended: float = 0.0
     lost: bool = False  # a call got no answer: the session is in either state
+    joined: bool = (
+        False  # the server was there before the transcript, and was told its mode by who knows whom
+    )
 
     @classmethod
     def of(cls, header: Mapping[str, Any], exercised: set[str]) -> Judge:
         uuids = header.get("uuids")
         known = isinstance(uuids, list) and all(uuid is None or isinstance(uuid, str) for uuid in uuids)
         each: Any = uuids if known and uuids else [None]
-        return cls([Session(uuid=uuid, workers=len(each)) for uuid in each], exercised)
+        sessions = [Session(uuid=uuid, workers=len(each)) for uuid in each]
+        return cls(sessions, exercised, joined="forwarded" in header)
 
     def hear(self, at: int, line: Any) -> None:
         call, status = (line.get("call"), line.get("status")) if isinstance(line, Mapping) else (None, None)
@@ -1201,6 +1205,13 @@ class Judge:
             broken[exc.rule.id] = exc
         others: list[Any] = []
         for worker, (session, message) in enumerate(zip(self.sessions, messages, strict=True)):
+            if (
+                self.joined
+                and not session.initialized
+                and isinstance(message, UpdateInfo)
+                and message.labelled
+            ):
+                session.packed = isinstance(message.handles, dict)
             evidence = _evidence(worker, message, line, others if isinstance(given, Mapping) else [])
             found = (
                 session.broken_rules(call, message) if message is not None or call != "update_weights" else []

@@ -1070,10 +1070,10 @@ class Forward:
     def __init__(self, url: str, transcript: str, max_body_bytes: int):
         """Raises ValueError where no server with workers is at the URL, OSError for the transcript."""
         self.parts = urllib.parse.urlsplit(url.rstrip("/"))
-        if self.parts.scheme not in ("http", "https") or not self.parts.hostname:
+        if self.parts.scheme != "http" or not self.parts.hostname:
             raise ValueError(f"--forward {url!r} is no URL such as http://127.0.0.1:8000")
         self.host = self.parts.netloc.rpartition("@")[2]
-        self.url = f"{self.parts.scheme}://{self.host}{self.parts.path}"
+        self.url = f"http://{self.host}{self.parts.path}"
         self.max_body_bytes = max_body_bytes
         self.lock = threading.Lock()
         self.counter_files: dict[bytes, None] = {}  # the newest last
@@ -1083,12 +1083,10 @@ class Forward:
         self.feeder.start()
 
     def connect(self) -> socket.socket:
-        secure = self.parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(self.parts.hostname or "", self.parts.port, timeout=CONNECT_SECONDS)
-        connection.connect()
-        connection.sock.settimeout(UPSTREAM_SECONDS)
-        return connection.sock
+        sock = socket.create_connection((self.parts.hostname, self.parts.port or 80), CONNECT_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(UPSTREAM_SECONDS)
+        return sock
 
     def _world_size(self) -> int:
         status, text = 0, b""
@@ -1229,8 +1227,9 @@ class Relay(Connection):
             self.close_connection = True
 
     def _pieces(self, response: http.client.HTTPResponse, chunked: bool) -> None:
+        """The answer's body, a piece as soon as it is there. Raises where it ends too early."""
         if chunked:
-            self.wfile.flush()
+            self.wfile.flush()  # the head: a stream's first piece may be long in coming
         while piece := response.read1(1 << 16):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
             self.wfile.flush()
@@ -1263,6 +1262,7 @@ class Relay(Connection):
 
     @contextlib.contextmanager
     def _or_no_answer(self) -> Iterator[None]:
+        """What the block raises for want of an answer as NoAnswer; the connection is given up."""
         try:
             yield
         except TimeoutError:
@@ -1274,6 +1274,7 @@ class Relay(Connection):
             raise NoAnswer(502, f"{self.forward.url} hung up without an answer: {exc}; {STILL}") from None
 
     def _await_either(self, sock: socket.socket) -> None:
+        """Until the server answers, or the client hangs up. Raises ConnectionAbortedError for the client."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         poll.register(self.connection, select.POLLRDHUP)
@@ -1411,7 +1412,7 @@ class Observer:
         self.judge.conclude()
         self._warn()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: Mapping[str, Any]) -> None:
         self._line(line)
         self.judge.hear(self.lines, line)
         self._warn()
@@ -1457,6 +1458,7 @@ class Observer:
         return each if isinstance(given, list) else each[0], updates
 
     def _updated(self, said: Said, updates: Sequence[UpdateInfo]) -> dict[str, Any]:
+        """The counters at the reply; what was accepted is lent now, what was refused is the trainer's."""
         came = list(_exports_of(updates))
         seen: dict[str, Any] = {"replied": [export.counter(said.after) for export, _, _ in came]}
         if not said.good:
@@ -1466,7 +1468,7 @@ class Observer:
         files = {export.file: None for export, _, _ in came}
         unread = ((file, why) for file in files if isinstance(why := said.after.get(file), str))
         blind = next((f"{ipc_codec.SHM}{file.decode()}: {why}" for file, why in unread), "")
-        if blind := blind or _nobodys(updates, self.workers):
+        if blind := blind or _too_many_gpus(updates, self.workers):
             seen["uncounted"] = blind
         for (export, label, packed), count in zip(came, seen["replied"], strict=True):
             self.refused.pop(export, None)
@@ -1497,11 +1499,14 @@ class Observer:
         for export in list(itertools.islice(self.past, max(0, len(self.past) - EXPORTS_KEPT))):
             del self.past[export]
         later = self._later(lent, said.ended)
+        uses: Counter[tuple[bytes, int]] = Counter()  # a counter that is used twice is counted down twice
+        for export, one in lent.items():
+            uses[export.file, export.slot] += one.times
         columns: dict[str, list[Any]] = {key: [] for key in ("names", "syncs", "held", "after", "later")}
         for (export, one), last in zip(lent.items(), later, strict=True):
             counts = [export.counter(said.after), last]
             early = _released_early(one, export.counter(said.before), counts[0])
-            if one.times > 1 or not one.now:  # an export that is used twice is released twice
+            if uses[export.file, export.slot] > 1 or not one.now:
                 counts = [n if n and n > 0 else None for n in counts]
             for column, value in zip(columns.values(), (one.label, one.syncs, early, *counts), strict=True):
                 column.append(value)
@@ -1509,7 +1514,7 @@ class Observer:
 
     @staticmethod
     def _later(lent: Iterable[Export], ended: float) -> list[int | None]:
-        """The counters when none is 1 any more, or when the grace has passed."""
+        """The counters when none is 1 any more, or when the grace has passed: at once, if it has already."""
         exports = list(lent)
         while True:
             counters = read_counters({export.file: None for export in exports})
@@ -1524,8 +1529,9 @@ def _released_early(lent: Lent, before: int | None, after: int | None) -> int | 
 
     The server has then released it once more, with the finish. One that lets go earlier does not.
     """
-    released = lent.replied == 1 and before is not None and before < 1
-    return before if released and after is not None and after < before and lent.syncs == 1 else None  # type: ignore[operator]
+    if lent.replied != 1 or lent.syncs > 1 or before is None or after is None:
+        return None
+    return before if after < before < 1 else None
 
 
 def _exports_of(updates: Sequence[UpdateInfo]) -> Iterator[tuple[Export, str, bool]]:
@@ -1538,8 +1544,8 @@ def _exports_of(updates: Sequence[UpdateInfo]) -> Iterator[tuple[Export, str, bo
                     yield export, whose, isinstance(update.handles, dict)
 
 
-def _nobodys(updates: Sequence[UpdateInfo], workers: int) -> str:
-    """Where handles name more GPUs than workers read them: what nobody opens cannot be told from a leak."""
+def _too_many_gpus(updates: Sequence[UpdateInfo], workers: int) -> str:
+    """What handles are for more GPUs than workers read them: an export for nobody looks as a leak does."""
     for update in updates:
         readers = 1 if update.rank_local else workers
         for _at, label, handle in update.labelled:

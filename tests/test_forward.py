@@ -8,11 +8,14 @@ never come, what it costs, transcripts by hand, the command line.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import http.server
+import itertools
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -27,8 +30,21 @@ from typing import Any
 import pytest
 import test_judge
 import torch
-from test_judge import FINISH_LINE, HOLD, MUTANTS, START_LINE, Found, found, init_line, line, pair, seen
-from test_judge import several, sync_of, update_line
+from test_judge import (
+    FINISH_LINE,
+    HOLD,
+    MUTANTS,
+    START_LINE,
+    Found,
+    found,
+    init_line,
+    line,
+    pair,
+    seen,
+    several,
+    sync_of,
+    update_line,
+)
 from test_protocol import GOOD
 
 import ipc_codec
@@ -48,7 +64,6 @@ from test_roundtrip import (
     environment,
     error,
     ok,
-    overwrite,
     refused,
 )
 
@@ -300,11 +315,11 @@ def await_true(holds: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def visit(between: Between) -> Iterator[Trainer]:
+def visit(between: Between, kind: type[Trainer] | None = None) -> Iterator[Trainer]:
     """A trainer of an idle, unpacked server that no refused export is left at. Takes back what it lent."""
     client = Client(between)
     test_judge.calm(client)
-    t = Trainer(between)
+    t = (kind or Trainer)(between)
     try:
         yield t
     finally:
@@ -347,11 +362,13 @@ def test_rank_local_updates_are_judged_by_worker(two):
     mine = [info | {"ipc_handles_pickled": [{uuid: args}]} for uuid, args in handle.items()]
     other = two.unpacked({"b": torch.ones(2)})
     mine[1] |= {"names": other["names"], "shapes": other["shapes"]}
-    mine[1] |= {"ipc_handles_pickled": [{u: args} for u, args in list(other["ipc_handles_pickled"][0].items())[1:]]}
+    mine[1] |= {
+        "ipc_handles_pickled": [{u: args} for u, args in list(other["ipc_handles_pickled"][0].items())[1:]]
+    }
     ok(two.update(mine))
     ok(two.finish())
     assert two.found() == NOTHING
-    assert (finish := two.transcript()[-1])["call"] == "finish_weight_update"
+    finish = two.transcript()[-1]
     (worker,) = finish["seen"]["workers"]
     assert worker["names"] == [two.prefix + "a", two.prefix + "b"] and worker["after"] == [0, 0]
 
@@ -402,14 +419,16 @@ def test_a_server_is_named_for_what_it_does_to_an_export(one, fault):
     packed, says = SERVERS[fault]
     told = len(one.between.stderr())
     with one.fault(fault.removesuffix(", packed")):
-        one.sync({"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(4)}, packed, chunks=3 if packed else 1)
+        one.sync(
+            {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(4)}, packed, chunks=3 if packed else 1
+        )
         ((party, rule, what),) = findings(one)
     assert (party, rule) == ("server", "export.released")
     assert what.removeprefix(one.prefix).startswith(says)
     assert "server MUST export.released" in one.between.stderr()[told:]  # at once, for who watches a job
 
 
-SYNC = {INIT: {"init_info": {}}, START: None, UPDATE: "update_info", FINISH: None}
+SYNC: dict[str, Any] = {INIT: {"init_info": {}}, START: None, UPDATE: "update_info", FINISH: None}
 
 
 @pytest.mark.parametrize("path", SYNC)
@@ -635,7 +654,9 @@ def test_a_connection_that_the_server_closed_unannounced_is_not_used_again(scrip
         closed.release()
 
     scripted.upstream.script[START] = scripted.upstream.script["/weight_info"] = refuse
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", scripted.port, timeout=PATIENCE)) as client:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", scripted.port, timeout=PATIENCE)
+    ) as client:
         for path in (START, "/weight_info") * 5:
             client.request("POST", path)
             assert client.getresponse().read() == b'{"error": {}}'
@@ -653,7 +674,14 @@ def test_pages_of_the_web_and_bodies_without_a_length_are_refused_here(scripted)
 # --- Answers that never come --------------------------------------------------------------------------
 
 
-NO_BYTES = {"update_info": {"names": [], "dtype_names": [], "shapes": [], "ipc_handles_pickled": "gASVAgAAAAAAAABdlC4="}}
+NO_BYTES = {
+    "update_info": {
+        "names": [],
+        "dtype_names": [],
+        "shapes": [],
+        "ipc_handles_pickled": "gASVAgAAAAAAAABdlC4=",
+    }
+}
 LOST: dict[str, tuple[Callable[[Any, bytes], Any], int, str]] = {
     "hangs up": (lambda handler, body: handler.hang_up(), 502, "hung up without an answer"),
     "hangs up in mid-answer": (
@@ -692,7 +720,9 @@ def test_what_comes_after_a_lost_answer_is_not_held_against_the_trainer(scripted
             assert t.post(at, body).status_code == 502
             scripted.upstream.script.clear()
             if done:
-                scripted.upstream.script[at] = lambda handler, body: handler.say({"error": {"message": "open"}}, 500)
+                scripted.upstream.script[at] = lambda handler, body: handler.say(
+                    {"error": {"message": "open"}}, 500
+                )
                 assert t.post(at, body).status_code == 500
                 scripted.upstream.script.clear()
                 continue
@@ -753,3 +783,247 @@ def test_a_call_of_300_tensors_takes_two_milliseconds_more_at_most(scripted):
     print(f"{1e3 * direct:.2f} ms, forwarded {1e3 * forwarded:.2f} ms")
     assert forwarded - direct < 0.002
     t.give_up()
+
+
+def prepared(count: int) -> tuple[bytes, list[Any]]:
+    """The body of an unpacked update of that many tensors, and what it lends."""
+    weights = [torch.zeros(4) for _ in range(count)]
+    handles = [ipc_codec.export_handle(weight, "cpu:0") for weight in weights]
+    columns = {"dtype_names": ["float32"] * count, "shapes": [[4]] * count}
+    names = [f"layers.{at}.weight" for at in range(count)]
+    update = {"names": names, **columns, "ipc_handles_pickled": ipc_codec.encode_handles(handles)}
+    return json.dumps({"update_info": update}).encode(), [weights, handles]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("count", "times"), [(300, 40), (18_867, 5)])
+def test_what_forwarding_costs(tmp_path, count, times):
+    """A report: medians of whole syncs, direct and forwarded in turn."""
+    took: dict[tuple[str, str], list[float]] = {}
+    with Server("cpu") as upstream, Between(tmp_path, upstream) as between:
+        for _ in range(times):
+            for way, at in (("direct", upstream), ("forwarded", between)):
+                body, lent = prepared(count)
+                client = http.client.HTTPConnection("127.0.0.1", at.port, timeout=120)
+                for path, sent in ((START, b""), (UPDATE, body), (FINISH, b"")):
+                    began = time.perf_counter()
+                    client.request("POST", path, sent, {"content-type": JSON})
+                    assert client.getresponse().read() and client.sock is not None
+                    took.setdefault((path, way), []).append(1e3 * (time.perf_counter() - began))
+                client.close()
+                lent.clear()
+                ipc_codec.ipc_collect()
+    for path in (START, UPDATE, FINISH):
+        direct, forwarded = (statistics.median(took[path, way]) for way in ("direct", "forwarded"))
+        print(f"{count} tensors, {path[1:]}: {direct:.2f} ms, forwarded {forwarded - direct:+.2f} ms")
+
+
+# --- Transcripts by hand ------------------------------------------------------------------------------
+
+OUTSIDE = {"names": ["a", "b"], "syncs": [1, 1], "held": [None, None], "after": [0, 0], "later": [0, 0]}
+SEEN_FROM_OUTSIDE: list[tuple[dict[str, Any], Found]] = [
+    ({}, NOTHING),
+    ({"after": [1, 0], "later": [1, 0]}, {("server", "export.released")}),
+    ({"after": [0, 1]}, {("server", "export.released")}),
+    ({"after": [0, 1], "later": [0, None]}, {("server", "export.released")}),  # and then its file was gone
+    ({"after": [0, -1], "later": [0, -1]}, {("server", "export.released")}),
+    ({"later": [-2, 0]}, {("server", "export.released")}),
+    ({"after": [None, 0], "later": [1, None]}, {("server", "export.released")}),
+    ({"syncs": [1, 2], "after": [0, -1], "later": [0, -1]}, {("trainer", "export.fresh")}),
+    ({"syncs": [1, 2], "after": [0, 1], "later": [0, 1]}, {("server", "export.released")}),
+    ({"syncs": [7, 2]}, NOTHING),  # a slot that was taken again is no export that was used again
+    ({"held": [None, 0], "after": [0, -1], "later": [0, -1]}, {("trainer", "export.kept")}),
+    ({"after": [None, None], "later": [None, None]}, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), SEEN_FROM_OUTSIDE)
+def test_what_is_seen_from_outside_names_one_party(change, expected):
+    lines = sync_of(update_line(GOOD["unpacked"]))
+    lines[-1] = FINISH_LINE | {"seen": seen(OUTSIDE | change)}
+    assert found([lines[0] | {"uuids": [None]}, *lines[1:]]) == expected
+
+
+def test_what_nobody_could_see_is_not_held():
+    lines, rules = sync_of(update_line(GOOD["unpacked"])), set[str]()
+    unseen = OUTSIDE | {"after": [None, None], "later": [None, None]}
+    protocol.check([*lines[:-1], FINISH_LINE | {"seen": seen(unseen)}], rules)
+    assert rules.isdisjoint({"export.released", "export.fresh", "export.kept"})
+    protocol.check([*lines[:-1], FINISH_LINE | {"seen": seen(OUTSIDE)}], rules)
+    assert {"export.released", "export.fresh"} <= rules
+
+
+def test_workers_whose_gpus_are_not_known():
+    lines = sync_of(update_line(GOOD["unpacked"]))
+    assert found([lines[0] | {"uuids": [None]}, *lines[1:]]) == NOTHING
+    assert found([lines[0] | {"uuids": [None, None]}, *lines[1:]]) == {
+        ("trainer", "handle.this-gpu"),
+        ("server", "handle.this-gpu"),
+    }
+    short = line("update_weights", {"update_info": [GOOD["unpacked"] | {"ipc_handles_pickled": ""}]}, 500)
+    assert found([lines[0] | {"uuids": [None, None]}, *sync_of(short)[1:-1]]) == {
+        ("trainer", "rank-local.counted")
+    }
+
+
+def test_the_mode_that_a_server_was_told_before_is_seen_from_its_handles():
+    header, _, *lines = sync_of(update_line(GOOD["packed"]))
+    assert found([header | {"forwarded": "http://vllm:8000"}, *lines]) == {("trainer", "init.first")}
+    assert ("trainer", "handles.form") in found([header, *lines])
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_no_answer_is_the_servers_even_where_the_trainer_broke_a_rule(status):
+    lines = sync_of(update_line(GOOD["unpacked"] | {"shapes": []}, status, error="gone"))[:-1]
+    assert found(lines) == {("trainer", "update.lengths"), ("server", "refusal.explained")}
+
+
+def test_an_open_update_that_got_lost_is_not_the_trainers():
+    lines = [*sync_of(update_line(GOOD["unpacked"]))[:-1], FINISH_LINE | {"status": 504, "error": "gone"}]
+    assert found(lines) == {("server", "refusal.explained")}
+    assert found([*lines, init_line(), START_LINE]) == {
+        ("server", "refusal.explained"),
+        ("trainer", "sync.finished"),
+    }
+
+
+# --- The command line ---------------------------------------------------------------------------------
+
+
+def refusal_of(*options: str) -> str:
+    with pytest.raises(ValueError) as refusal:
+        server.make_server(server.build_parser().parse_args(["--port", "0", *options]))
+    return str(refusal.value)
+
+
+def test_the_command_line_says_what_is_missing(tmp_path, scripted):
+    transcript = ("--transcript", str(tmp_path / "sync.jsonl"))
+    assert "--transcript FILE or --judge COMMAND" in refusal_of("--forward", scripted.upstream.url)
+    for url in ("vllm:8000", "ftp://vllm", "http://", ""):
+        assert "no URL such as" in refusal_of("--forward", url, *transcript)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        assert f"{url}: no server answers there" in refusal_of("--forward", url, *transcript)
+    for answer in ({"world_size": 0}, {"world_size": "1"}, {}, []):
+        scripted.upstream.script["/get_world_size"] = lambda handler, body, answer=answer: handler.say(answer)
+        assert "VLLM_SERVER_DEV_MODE=1" in refusal_of("--forward", scripted.upstream.url, *transcript)
+    assert not (tmp_path / "sync.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+@pytest.mark.long
+def test_what_was_heard_is_written_however_it_ends(tmp_path, number):
+    with Faulty(tmp_path, "cpu:0") as faulty, Between(tmp_path, faulty) as between:
+        client = Client(between)
+        with faulty.fault("never releases"):
+            client.sync(pair())
+            os.kill(between.process.pid, getattr(signal, number))
+            between.process.wait(PATIENCE)
+        await_true(lambda: between.lines()[-1]["call"] == "finish_weight_update")
+        assert found(between.lines()) == {("server", "export.released")}
+        client.settle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("never releases", 1)])
+def test_judge_runs_a_trainer_through_the_forwarder(tmp_path, fault, code):
+    weights = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(4), "b": torch.zeros(2, 3)}, weights)
+    with Faulty(tmp_path, "cpu:0") as faulty, faulty.fault(fault):
+        command = f"{sys.executable} trainer.py {{url}} --checkpoint {weights} --device cpu"
+        options = ["--forward", faulty.url, "--judge", command]
+        ended = subprocess.run(
+            [sys.executable, "server.py", *options], capture_output=True, text=True, timeout=90, cwd=ROOT
+        )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert ("server broke export.released" if code else "nothing found") in ended.stdout.splitlines()[-1]
+
+
+# --- Long: everything that the judge knows, from outside ------------------------------------------------
+
+INSIDE_ONLY = {"loan.until-reply", "loan.until-finish", "workers.same-bytes", "handle.opens", "weights.fit"}
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, bool], Between]]:
+    """The forwarder before a server of so many workers, that is slow or not; started when first asked for."""
+    folder = tmp_path_factory.mktemp("before")
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def between(workers: int, slow: bool) -> Between:
+            devices = ",".join(f"cpu:{at}" for at in range(workers))
+            upstream = stack.enter_context(
+                Faulty(folder, devices, "--hold-seconds", str(HOLD if slow else 0))
+            )
+            return stack.enter_context(Between(folder, upstream))
+
+        yield between
+
+
+class Mutated(Trainer):
+    """Waits for the server's mapping, not for the forwarder's: that has none."""
+
+    def opened(self, files: list[bytes]) -> bool:
+        maps = Path(f"/proc/{self.between.upstream.process.pid}/maps").read_bytes()
+        return all(file in maps for file in files)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("rule_id", "mutant"), list(itertools.chain(*MUTANTS.values())))
+def test_a_mutant_is_named_from_outside_as_far_as_it_shows(before, rule_id, mutant):
+    with visit(before(mutant.workers, mutant.slow), Mutated) as t:
+        mutant.run(t)
+        broken, hidden = (
+            {rule_id, *mutant.besides},
+            INSIDE_ONLY | {"export.kept"},
+        )  # 0 after an unpacked update
+        if mutant.workers == 1:  # with an entry for one GPU: who knows whether it is the right one
+            hidden |= {"handle.this-gpu"}
+        expected = {("trainer", rule) for rule in broken - hidden}
+        if broken & hidden & {"handle.opens", "weights.fit", "handle.this-gpu"}:
+            expected |= {("unclear", "refusal.explained")}
+        assert t.found() == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("seed", range(300, 340))
+def test_correct_trainers_are_accused_of_nothing_from_outside(before, workers, seed):
+    with visit(before(workers, False)) as t:
+        correct = test_judge.Correct(t, seed)
+        for _ in range(3):
+            correct.sync()
+        assert protocol.check(t.transcript()) == [], correct.log
+
+
+@pytest.mark.long
+def test_counters_on_another_mount_are_said_to_be_unseen(tmp_path):
+    change = f"ipc_codec.SHM = {str(tmp_path / 'nowhere')!r}"
+    with Faulty(tmp_path, "cpu:0") as faulty, Between(tmp_path, faulty, change) as between:
+        client = Client(between)
+        with faulty.fault("never releases"):
+            client.sync(pair())
+        assert between.stop() == 0
+        client.settle()
+        assert found(between.lines()) == NOTHING
+        assert verdict(between).count("reference counters are not observable") == 1
+
+
+@pytest.mark.long
+@both_modes
+def test_a_server_that_is_killed_in_mid_update_is_named(tmp_path, packed):
+    with Faulty(tmp_path, "cpu:0", "--hold-seconds", "30") as faulty, Between(tmp_path, faulty) as between:
+        t = Trainer(between)
+        t.begin(packed)
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(t.update, t.info(pair(), packed))
+            files = [args[7][4:] for args in t.loans]
+            await_true(lambda: Mutated.opened(t, files))
+            faulty.process.kill()
+            assert "hung up without an answer" in error(reply.result(), 502, "BadGatewayError", None)
+        assert between.stop() == 0
+        assert found(between.lines(t.began)) == {("server", "refusal.explained")}
+        t.give_up()
