@@ -152,8 +152,12 @@ def _handles_of(update: UpdateInfo) -> Any:
         return None
     if os.environ.get(GATE) != "1":
         raise ValueError(f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1")
+    return _decoded(update.ipc_handles_pickled)
+
+
+def _decoded(text: str) -> Any:
     try:
-        return ipc_codec.decode_handles(update.ipc_handles_pickled)
+        return ipc_codec.decode_handles(text)
     except ipc_codec.HandleError as exc:
         return {"undecodable": str(exc)}
 
@@ -1452,8 +1456,9 @@ class Observer:
         except (BadRequest, protocol.Refused):
             return None, []  # the judge says what is wrong with it
         texts = [e.ipc_handles_pickled for e in entries]
-        known = {t: WeightTransferEngine._describe(t)[1] for t in {t for t in texts if isinstance(t, str)}}
-        each = [known[text] if isinstance(text, str) else None for text in texts]
+        known = {text: _decoded(text) for text in texts if isinstance(text, str)}
+        described = {text: ipc_codec.describe_handles(found) for text, found in known.items()}
+        each = [described[text] if isinstance(text, str) else None for text in texts]
         updates = [replace(entry, handles=found) for entry, found in zip(entries, each, strict=True)]
         return each if isinstance(given, list) else each[0], updates
 

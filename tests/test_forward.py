@@ -88,22 +88,22 @@ def fault():
     return Path(__file__ + ".fault").read_text()
 
 held = []  # what is not let go
-rebuild, open_buffer = ipc_codec._rebuild, ipc_codec.PackedBufferImporter.open
+open_exports, open_buffer = ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open
 load, finish, answer = Engine._load, Engine.finish_weight_update, App.answer
 
-def holding(args, device):
-    tensor = rebuild(args, device)
+def holding(exports, device):
+    tensors = open_exports(exports, device)
     if fault() in ("never releases", "releases late", "lets go in between"):
-        held.append(tensor)
-    return tensor
+        held.append(tensors)
+    return tensors
 
 def opening(self, handle):
     if fault() == "opens every chunk":
         self.release()
     return open_buffer(self, handle)
 
-def loading(self, updates, handles):
-    load(self, updates, handles)
+def loading(self, updates):
+    load(self, updates)
     if fault() == "lets go in between":
         self._release()
         threading.Timer(0.05, held.clear).start()
@@ -127,7 +127,7 @@ def answering(self, method, target, headers, body):
         return server._error(500, "InternalServerError", said, None)
     return answer(self, method, target, headers, body)
 
-ipc_codec._rebuild, ipc_codec.PackedBufferImporter.open = holding, opening
+ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open = holding, opening
 Engine._load, Engine.finish_weight_update, App.answer = loading, finishing, answering
 if __name__ == "__main__":
     sys.exit(server.main())
