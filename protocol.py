@@ -72,6 +72,7 @@ DTYPE_ALIASES = {
 }
 
 ALIAS_OF = {name: alias for alias, name in DTYPE_ALIASES.items()}
+HUGE = 1 << 64  # bytes: sizes of junk end here, since Python prints no number of any length
 NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
 
 # Positions in torch's fifteen handle arguments that rules look at (`ipc_codec.IpcArgs` names them all).
@@ -178,7 +179,7 @@ class UpdateInfo:
         """Bytes of each tensor by its shape and dtype, one for each of `rows`."""
         if self.known:
             return self.known.sizes
-        return [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in self.rows]
+        return [min(math.prod(shape) * DTYPE_BYTES[dtype], HUGE) for _, dtype, shape in self.rows]
 
     @property
     def layout(self) -> bytes:
@@ -233,12 +234,12 @@ class UpdateInfo:
             dtype, size, stride, offset = (
                 args[at] for at in (DTYPE, TENSOR_SIZE, TENSOR_STRIDE, TENSOR_OFFSET)
             )
-            if not (isinstance(dtype, str) and _is_shape(size) and _is_shape(stride) and type(offset) is int):
+            if not (isinstance(dtype, str) and _is_shape(size) and _is_shape(stride) and _is_shape([offset])):
                 continue
             layout = (dtype.removeprefix("torch."), tuple(size), tuple(stride))
             if layout not in lengths:
                 lengths[layout] = _contiguous_bytes(*layout)
-            if length := lengths[layout]:
+            if (length := lengths[layout]) and offset < HUGE:
                 start = offset * DTYPE_BYTES[layout[0]]
                 storage = (uuid, str(args[STORAGE_HANDLE]), str(args[STORAGE_OFFSET]))
                 found.setdefault(storage, []).append((start, start + length, label, layout[:2]))
@@ -250,7 +251,7 @@ def _contiguous_bytes(dtype: str, size: Sequence[int], stride: Sequence[int]) ->
     row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
     if any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
         return 0
-    return math.prod(size) * DTYPE_BYTES.get(dtype, 0)
+    return min(math.prod(size) * DTYPE_BYTES.get(dtype, 0), HUGE)
 
 
 def _strings(value: Any) -> bool:
@@ -366,7 +367,7 @@ class Session:
     packed: bool = False
     initialized: bool = False
     sent: set[str] = field(default_factory=set)  # names that the open sync has carried
-    slots: set[Slot] = field(default_factory=set)  # of the exports that it has carried unpacked
+    slots: set[Slot] = field(default_factory=set)  # of the exports that it has carried
     filled: int | None = None  # bytes of its last packed chunk
 
     def forbids(self, call: str) -> Refused | None:
@@ -395,9 +396,8 @@ class Session:
             self.packed, self.initialized = bool(message.packed), True
         if ok and isinstance(message, UpdateInfo) and _strings(message.names):
             self.sent.update(message.names)
-            if not self.packed:
-                self.slots.update(slot for _label, slot in message.slots)
-            elif message.sizes:
+            self.slots.update(slot for _label, slot in message.slots)
+            if self.packed and message.sizes:
                 self.filled = sum(message.sizes)
         if ok and call == "start_weight_update":
             self.sent.clear()
@@ -960,6 +960,16 @@ def _(update: UpdateInfo, session: Session) -> str:
     return seen if closed_early else ""
 
 
+@rule(
+    "packed.one-export", SHOULD, "never", HTTP + ": export one uint8 buffer once and reuse it for every chunk"
+)
+def _(update: UpdateInfo, session: Session) -> str:
+    """packed, the chunks of a sync carry one export of one buffer"""
+    slots = {slot for _label, slot in update.slots}
+    is_new = session.filled is not None and slots and slots.isdisjoint(session.slots)
+    return "another export than the chunk before" if is_new else ""
+
+
 def _one_line(value: Any) -> str:
     return " ".join(value.split()) if isinstance(value, str) else reprlib.repr(value)
 
@@ -1067,7 +1077,7 @@ ABOUT_HANDLES = {  # what is not known of an update whose handles nobody has des
     *(id for id in RULES if id.startswith("handle.")),
     *("handles.decodable", "handles.form", "unpacked.handles-counted", "unpacked.handle-matches"),
     *("unpacked.own-export", "unpacked.tied-in-pairs", "unpacked.overlap-alike"),
-    *("packed.buffer-form", "packed.within-buffer", "packed.chunk-full"),
+    *("packed.buffer-form", "packed.within-buffer", "packed.chunk-full", "packed.one-export"),
 }
 LAYOUT_RULES = {  # what need not be looked at again where the layout is known
     *("update.lengths", "dtype.real", "dtype.canonical", "shapes.sizes"),
@@ -1282,8 +1292,8 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
     exercised: set[str] = set()
     try:
         with open(path, encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file if line.strip()]
-        if not all(isinstance(line, dict) for line in lines) or len(lines) < 2:
+            lines = list(map(_json_line, itertools.count(1), file.read().rstrip().split("\n")))
+        if len(lines) < 2 or not all(isinstance(line, dict) for line in lines):
             raise ValueError("it has no exchange")
         findings = check(lines, exercised)
     except RecursionError:
@@ -1311,6 +1321,13 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
 def _uncounted(line: Mapping[str, Any]) -> str:
     """Why the witness could see no counters; empty where it could."""
     return _one_line(_evidence(0, None, line, []).seen.get("uncounted") or "")
+
+
+def _json_line(at: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as exc:
+        raise ValueError(f"line {at} is not JSON: {exc}") from None
 
 
 def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -> str:

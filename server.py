@@ -1659,6 +1659,9 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     except (OSError, ValueError) as exc:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"server.py: interrupted; the transcript so far is {options.transcript}", file=sys.stderr)
+        return 130
     server.shutdown()
     server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")

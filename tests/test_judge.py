@@ -466,6 +466,15 @@ def closes_chunks_too_early(t: Trainer) -> None:
     ok(t.finish())
 
 
+@mutant("packed.one-export")
+def exports_the_buffer_for_every_chunk(t: Trainer) -> None:
+    t.begin(packed=True)
+    (buffer,), _ = t.buffers(16)
+    for name, weight in several(3, 4).items():
+        ok(t.update(t.packed({name: weight}, [buffer], t.lending(buffer.export()))))
+    ok(t.finish())
+
+
 @mutant("weights.fit")
 def sends_another_shape_than_the_server_holds(t: Trainer) -> None:
     t.sync(pair())
@@ -635,17 +644,6 @@ def test_a_mutant_turns_its_rule_red_and_no_other(witness_of, kind, rule_id, mut
     with visit(witness_of(kind, mutant.workers, mutant.slow)) as t:
         mutant.run(t)
         assert t.found() == {("trainer", broken) for broken in (rule_id, *mutant.besides)}
-
-
-def test_an_export_a_chunk_is_not_taken_for_an_early_release(witness_of):
-    with visit(witness_of("cpu")) as t:
-        t.begin(packed=True)
-        (buffer,), _ = t.buffers(16)
-        for name, weight in several(3, 4).items():
-            handles = t.lending(buffer.export())
-            ok(t.update(t.packed({name: weight}, [buffer], handles)))
-        ok(t.finish())
-        assert ("trainer", "export.kept") not in t.found()
 
 
 def test_an_unknown_name_is_found(inside):

@@ -140,6 +140,7 @@ def test_every_rule_has_a_counterexample_or_a_test_of_its_own():
     without = {r.id for r in RULES.values() if not r.breaks and not r.calls and not r.evidence}
     assert without == {
         *("rank-local.counted", "handles.base64", "unpacked.tied-in-pairs", "unpacked.overlap-alike"),
+        *("packed.one-export",),
         *("packed.chunk-full", "body.envelope", "call.one-in-flight", "sync.finished", "refusal.explained"),
     }  # test_judge.py has them
 
@@ -211,6 +212,16 @@ def test_no_rule_raises_whatever_an_argument_holds(mode, at):
         handles = info["ipc_handles_pickled"]
         (handles if mode == "packed" else handles[0])[UUID][at] = junk
         broken(mode, shown(info))
+
+
+@pytest.mark.parametrize("mode", GOOD)
+def test_numbers_longer_than_python_prints_are_judged(mode):
+    huge = 10**4200
+    update = json.loads(json.dumps(GOOD[mode] | {"shapes": [[huge] * 64, [huge]]}))
+    handles = update["ipc_handles_pickled"]
+    args = (handles if mode == "packed" else handles[0])[UUID]
+    args[1:4], args[8:10] = [[huge] * 64, [1] * 64, huge], [huge, huge]
+    assert broken(mode, shown(update))
 
 
 # --- Sequence
