@@ -1170,8 +1170,12 @@ class Judge:
         if status == 400 and isinstance(line.get("body"), str):
             self._find([Refused(RULES["body.envelope"], line["body"])])
             return
-        self._come_back(call)
-        refusal = None if self.lost else self.sessions[0].forbids(call)
+        open_to = [state for state in State if isinstance(SEQUENCE[state, call], Move)]
+        if self.lost and self._succeeded and len(open_to) == 1:  # which says where the session was
+            self.lost = False
+            for session in self.sessions:
+                session.state = open_to[0]
+        refusal = None if self.lost and open_to else self.sessions[0].forbids(call)
         self.exercised |= {
             rule.id for rule in RULES.values() if rule.call == call and rule.calls and not rule.evidence
         }
@@ -1184,14 +1188,6 @@ class Judge:
     @property
     def _succeeded(self) -> bool:
         return 200 <= self.last[2] < 300
-
-    def _come_back(self, call: str) -> None:
-        """After a call without an answer, the first that is let in says in which state the session was."""
-        states = [state for state in State if isinstance(SEQUENCE[state, call], Move)]
-        if self.lost and self._succeeded and len(states) == 1:
-            self.lost = False
-            for session in self.sessions:
-                session.state = states[0]
 
     def _time(self, line: Mapping[str, Any]) -> None:
         began, ended = line.get("began"), line.get("ended")

@@ -414,7 +414,12 @@ SERVERS: dict[str, tuple[bool, str]] = {  # fault -> (packed, what is said of it
 }
 
 
-@pytest.mark.parametrize("fault", SERVERS)
+LONG = ("never releases, packed", "releases late")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SERVERS]
+)
 def test_a_server_is_named_for_what_it_does_to_an_export(one, fault):
     packed, says = SERVERS[fault]
     told = len(one.between.stderr())
@@ -728,12 +733,15 @@ def test_a_call_that_is_not_answered_is_the_servers_and_is_not_sent_again(script
     t = Trainer(scripted)
     t.begin()
     scripted.upstream.script[UPDATE] = answer
-    reply = t.post(UPDATE, NO_BYTES)
+    reply = t.update(t.unpacked(pair()))
     kind = "GatewayTimeoutError" if status == 504 else "BadGatewayError"
     assert says in error(reply, status, kind, None) and scripted.upstream.url in reply.text
     assert scripted.upstream.asked.count(UPDATE) == 1
+    ok(t.post(START))  # and what was lent is not settled: the server may still read it
+    ok(t.finish())
     ((party, rule, what),) = findings(t)
     assert (party, rule) == ("server", "refusal.explained") and says in what
+    t.give_up()
 
 
 @pytest.mark.parametrize("path", [START, UPDATE, FINISH])
@@ -785,6 +793,35 @@ def test_counters_that_cannot_be_seen_are_said_once_and_the_rest_is_judged(scrip
     said = verdict(scripted)
     assert said.count("not observable: /dev/shm/torch_1_2_3: No such file or directory") == 1
     t.give_up()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_said_is_written_down_and_judged(tmp_path, seed):
+    rng = random.Random(seed)
+    observer = server.Observer(str(tmp_path / "said.jsonl"), "http://x", rng.choice([1, 2]))
+    (args,) = GOOD["unpacked"]["ipc_handles_pickled"][0].values()  # type: ignore[index]
+    bodies = [{"init_info": {"packed": True}}, {"weight_version": "1"}]
+    for at in range(200):
+        junk = [rng.choice(test_judge.JUNK) if rng.random() < 0.1 else arg for arg in args]
+        handles = rng.choice([[{"u": junk}], {"u": junk}, [junk], {"u": junk, "v": args}, None])
+        info = GOOD["unpacked"] | {"ipc_handles_pickled": ipc_codec.encode_handles(handles)}
+        entry = {"update_info": rng.choice([info, [info], [info, info]])}
+        body = test_judge.mutated(rng, [rng.choice([entry, entry, entry, *bodies])])
+        sent = json.dumps(body[0] if body else None).encode()
+        status, reply = (
+            rng.choice([200, 200, 200, 400, 500, 502, 504]),
+            rng.choice([b"", b"[]", b"{}", b"\xff"]),
+        )
+        call = rng.choice([*protocol.CALLS, *["update_weights"] * 5])
+        files: server.Counters = rng.choice(
+            [{}, {b"/torch_1_2_3": bytes(100)}, {b"/torch_1_2_3": "no such file"}]
+        )
+        said = server.Said(
+            call, rng.choice([JSON, ""]), sent, status, reply, at, at + rng.random(), files, files
+        )
+        observer._write(observer._hear(said))
+    lines = [json.loads(text) for text in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert len(lines) == 201 and protocol.check(lines)
 
 
 # --- What it costs ------------------------------------------------------------------------------------
@@ -914,6 +951,10 @@ def test_an_open_update_that_got_lost_is_not_the_trainers():
     assert found([*lines, init_line(), START_LINE]) == {
         ("server", "refusal.explained"),
         ("trainer", "sync.finished"),
+    }
+    assert found([*lines, line("start_draft_weight_update")]) == {
+        ("server", "refusal.explained"),
+        *((party, "draft.none") for party in ("trainer", "server")),
     }
 
 
