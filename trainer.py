@@ -281,7 +281,7 @@ class HTTPWeightSyncClient:
 
     def world_size(self) -> int:
         """The number of the server's workers."""
-        return self.call("get_world_size", method="GET").get("world_size", 0)
+        return self._request("GET", "get_world_size").get("world_size", 0)
 
     def checksums(self) -> dict[str, str]:
         """sha256 of each parameter the server holds, by `dp0:pp0:pcp0:tp0:<name>`."""
@@ -290,8 +290,11 @@ class HTTPWeightSyncClient:
             raise SyncError("weight_checker: the server answered without checksums")
         return checksums
 
-    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
-        """One request, one answer: the JSON object of a 2xx."""
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
+        """One POST, one answer: the JSON object of a 2xx."""
+        return self._request("POST", path, body)
+
+    def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         # A server closes idle connections (vLLM after 5 s), and must not do it under a request.
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
@@ -374,7 +377,7 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process is not in the group: only the ranks of a group call this")
         if self.size > 1:
-            self._up, self._down = _control_groups(group or dist.group.WORLD, seconds)
+            self._up, self._down, self._hanging = _control_groups(group or dist.group.WORLD, seconds)
 
     def together(
         self,
@@ -416,7 +419,8 @@ class Ranks:
             return self._lead(step, said, then)
         limit, began = self.seconds + seconds + GRACE, time.monotonic()
         try:
-            _say(self._up, 0, (step, said), limit)
+            with contextlib.suppress(RuntimeError):  # rank 0 has given a rank up: it says so
+                _say(self._up, 0, (step, said), limit)
             answer = _hear(self._down, 0, limit)
         except RuntimeError:
             late = time.monotonic() - began >= limit
@@ -428,34 +432,39 @@ class Ranks:
 
     def _lead(self, step: str, said: Any, then: Callable[[list[Any]], Any]) -> Any:
         """Rank 0's part: hears all, does `then`, tells all."""
-        deadline = time.monotonic() + self.seconds
         try:
-            each = [said, *(self._from(rank, step, deadline) for rank in range(1, self.size))]
+            each = [said, *self._hear_all(step)]
             if failed := [one for one in each if isinstance(one, RankError)]:
                 raise copy.copy(min(failed, key=lambda failure: failure.order))
             answer = then(each)
         except Exception as exc:
-            self._tell(exc if isinstance(exc, SyncError) else _failure(0, exc))
+            self._tell_all(exc if isinstance(exc, SyncError) else _failure(0, exc))
             raise
-        self._tell(answer)
+        self._tell_all(answer)
         return answer
 
-    def _from(self, rank: int, step: str, deadline: float) -> Any:
-        """What that rank says in this step; a RankError where it failed, has ended or is late."""
-        try:
-            its_step, said = _hear(self._up, rank, max(deadline - time.monotonic(), 0.001))
-        except RuntimeError:
-            late = time.monotonic() >= deadline
-            why = f"did not come within {self.seconds:g} s" if late else "has ended"
-            return RankError(f"rank {rank} {why}; rank 0 was at {step!r}")
-        if its_step != step:
-            return RankError(f"rank {rank} is at {its_step!r} and rank 0 at {step!r}: they go different ways")
-        return said
-
-    def _tell(self, answer: Any) -> None:
+    def _hear_all(self, step: str) -> Iterator[Any]:
+        """What each other rank says in this step; a RankError where it failed, has ended or is late."""
+        deadline = time.monotonic() + self.seconds
         for rank in range(1, self.size):
-            with contextlib.suppress(RuntimeError):  # it has ended: the next step will see that
-                _say(self._down, rank, answer, self.seconds)
+            try:
+                its_step, said = _hear(self._up, rank, max(deadline - time.monotonic(), 0.001))
+            except RuntimeError:
+                late = time.monotonic() >= deadline
+                why = f"did not come within {self.seconds:g} s" if late else "has ended"
+                yield RankError(f"rank {rank} {why}; rank 0 was at {step!r}")
+                if late:  # and gloo has closed the group: nobody is heard any more
+                    self._hanging.add(rank)
+                    return
+            else:
+                why = f"rank {rank} is at {its_step!r} and rank 0 at {step!r}: they go different ways"
+                yield said if its_step == step else RankError(why)
+
+    def _tell_all(self, answer: Any) -> None:
+        for rank in range(1, self.size):
+            if rank not in self._hanging:  # gloo waits until one listens
+                with contextlib.suppress(RuntimeError):  # it has ended: the next step will see that
+                    _say(self._down, rank, answer, self.seconds)
 
 
 def _failure(rank: int, exc: Exception) -> RankError:
@@ -466,21 +475,22 @@ def _failure(rank: int, exc: Exception) -> RankError:
     return failure
 
 
-_CONTROL: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_CONTROL: weakref.WeakKeyDictionary[Any, tuple[Any, Any, set[int]]] = weakref.WeakKeyDictionary()
 
 
-def _control_groups(group: Any, seconds: float) -> list[Any]:
-    """Two gloo groups of the same ranks: up to rank 0, and down. Made once: making one takes all ranks.
+def _control_groups(group: Any, seconds: float) -> tuple[Any, Any, set[int]]:
+    """Two gloo groups of the same ranks, up to rank 0 and down, and who hangs. Making them takes all ranks.
 
     Two, because a wait that times out closes all connections of its group: rank 0 can still say who is late.
     """
     if group not in _CONTROL:
+        if not torch.cuda.is_available():  # torch's helper for shared memory would inherit the connections,
+            torch.UntypedStorage(1)._share_filename_cpu_()  # and keep them for two seconds after our end
         ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
+        some = len(ranks) < dist.get_world_size()  # the others do not come here
+        new = functools.partial(dist.new_group, ranks, limit, "gloo", use_local_synchronization=some)
         try:
-            _CONTROL[group] = [
-                dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
-                for _direction in ("up", "down")
-            ]
+            _CONTROL[group] = new(), new(), set()
         except RuntimeError as exc:
             raise SyncError(f"the {len(ranks)} ranks did not meet within {seconds:g} s: {exc}") from None
     return _CONTROL[group]
