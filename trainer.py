@@ -366,7 +366,7 @@ class Ranks:
     a limit. A process that is alone says nothing, and waits for nobody.
 
     group: of torch.distributed; None: the default group if there is one, else this process alone.
-    seconds: how much later than rank 0 a rank may come, and rank 0's share of a step may take.
+    seconds: how much later than rank 0 another may come to a step, and how long rank 0 may take for it.
     """
 
     def __init__(self, group: Any = None, seconds: float = TIMEOUT):
@@ -386,11 +386,10 @@ class Ranks:
         then: Callable[[list[Any]], Any] = lambda each: None,
         seconds: float | None = None,
     ) -> Any:
-        """All do `mine`; when all have, rank 0 does `then` with their results. All return what it returned.
+        """All do `mine`; when all have, rank 0 does `then` with what they returned; all return what it did.
 
-        So it is a barrier before `then`, and one after it. Where `mine` raises on a rank, nobody does `then`;
-        what either raises ends the step on all ranks: as it is where it was raised, and where rank 0 was
-        refused something by the server; a RankError that names the rank elsewhere.
+        A barrier before `then`, and one after it. What either raises ends the step on all ranks: as it is
+        where it was raised; a SyncError of `then` as it is everywhere; else elsewhere as a RankError.
         """
         if self.size == 1:
             return then([mine()])
@@ -670,7 +669,8 @@ class Plan(NamedTuple):
         for info in self.chunks:
             for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
                 yield f"{name} {dtype} {shape}{' sharded' * (name in self.sharded)}"
-        yield f"the end, in a buffer of {self.capacity} bytes"
+        yield "the end"
+        yield f"followed by a buffer of {self.capacity} bytes"
 
 
 NOTHING = Plan([], [], 0)
@@ -792,11 +792,13 @@ def _look(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _parts(weights: Any, device: Any, buffer: Any = None, rank_local: bool = False) -> list[Part]:
+    """A part for each mapping of weights, with its device and its buffer."""
     if isinstance(weights, Mapping):
         weights, device, buffer = [weights], [device], [buffer]
     devices = device or [None] * len(weights)
     buffers = buffer or [None] * len(weights)
-    if isinstance(devices, (str, torch.device)) or not len(weights) == len(devices) == len(buffers):
+    lists = not isinstance(devices, (str, torch.device)) and isinstance(buffers, Sequence)
+    if not weights or not lists or not len(weights) == len(devices) == len(buffers):
         raise ValueError(f"of {len(weights)} mappings of weights each has a device and a buffer of its own")
     if rank_local:  # of what comes first the chunks are alike, and so is the order of gathering
         weights = [dict(sorted(w.items(), key=lambda item: not _is_sharded(item[1]))) for w in weights]

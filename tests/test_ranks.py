@@ -323,7 +323,14 @@ def tried(send: Callable[..., Any]) -> Tried:
 
 
 def send_small(rank: int, url: str, kind: str, packed: bool) -> Tried:
-    device = f"{kind}:{rank}"
+    """Rank 1 is slow, so that a sender that does not wait for it is found out."""
+    device, fill = f"{kind}:{rank}", trainer._fill
+
+    def fill_late(parts: Any, at: int) -> None:
+        time.sleep(0.05 * rank)
+        fill(parts, at)
+
+    put(trainer, _fill=fill_late)
     client, weights = client_of(rank, url), small(device)
     return tried(lambda **more: send(client, weights, packed, device=device, weight_version="v1", **more))
 
@@ -331,7 +338,7 @@ def send_small(rank: int, url: str, kind: str, packed: bool) -> Tried:
 @kinds
 @both_modes
 def test_two_ranks_send_one_sync_to_two_workers(witness_of, kind, packed):
-    witness = witness_of(kind, 2)
+    witness = witness_of(kind, 2, "--hold-seconds", "0.1")
     first, second = values(on_ranks(2, send_small, witness.url, kind, packed, kind=kind))
     assert (first.error, second.error) == ("", ""), (first, second)
     assert witness.held() == [SMALL, SMALL]
@@ -668,13 +675,42 @@ def test_ranks_that_disagree_are_found_before_start_and_go_on_to_a_good_sync(wit
     witness = witness_of("cpu", 2)
     first, second = values(on_ranks(2, send_unlike, witness.url, 2))
     reasons = [words for _, words in DISAGREEMENTS.values() for _packed in (False, True)]
-    for one, other, words in zip(first, second, [*reasons, "in a buffer of 34 bytes"], strict=False):
+    for one, other, words in zip(first, second, [*reasons, "a buffer of 34 bytes"], strict=False):
         assert one[:3] == other[:3] and one.error == "RankError" and one.status is None
         assert one.text.startswith("rank 1 is not like rank 0: ") and words in one.text
         assert one.counters == other.counters == set()
     assert [one.error for one in (*first[-2:], *second[-2:])] == [""] * 4
     assert len(witness.lines("start_weight_update")) == 2
     assert witness.held() == [SMALL, SMALL] and witness.found() == set()
+
+
+def go_different_ways(rank: int, url: str) -> Tried:
+    client = client_of(rank, url)
+    if rank == 0:
+        return tried(lambda **more: send(client, small(), False, device="cpu:0", **more))
+    return tried(lambda progress: trainer.verify(client, small(), lambda: None))
+
+
+def test_ranks_that_make_different_calls_are_told(witness_of):
+    witness = witness_of("cpu", 2)
+    words = "rank 1 is at 'verify' and rank 0 at 'plan': they go different ways"
+    done = values(on_ranks(2, go_different_ways, witness.url))
+    assert [one[:3] for one in done] == [("RankError", words, None)] * 2
+
+
+def send_alone(rank: int, url: str) -> Tried | None:
+    if rank:
+        time.sleep(2)
+        return None
+    return tried(lambda **more: send(client_of(0, url, 0.5), small(), False, device="cpu:0", **more))
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_the_time_out(witness_of):
+    witness = witness_of("cpu", 2)
+    first, _ = on_own_ranks(2, send_alone, witness.url)
+    assert first.value.error == "SyncError" and first.seconds < SOON
+    assert first.value.text.startswith("the 2 ranks did not meet within 0.5 s")
+    assert witness.lines("start_weight_update") == []
 
 
 # --- Ranks that fail or end ---------------------------------------------------------------------------
@@ -778,10 +814,9 @@ def send_sharded_with_a_bad_rank(rank: int, url: str, packed: bool, how: str) ->
     return tried(lambda **more: send(client, state, packed, 1 << 20, device=f"cpu:{rank}", **more))
 
 
-@unpacked_is_long
-@pytest.mark.parametrize(
-    "how, limit", [("ends", SECONDS), pytest.param("raises", 2.0, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@both_modes
+@pytest.mark.parametrize("how, limit", [("ends", SECONDS), ("raises", 2.0)])
 def test_a_rank_that_fails_while_all_gather_is_named(witness_of, packed, how, limit):
     """Where it can still speak, the others are stuck in the collective until that times out."""
     witness = witness_of("cpu", 3)
@@ -1001,6 +1036,7 @@ def test_two_trainers_train_alike_and_rank_0_speaks(witness_of):
     assert witness.held()[0] == witness.held()[1] and witness.found() == set()
 
 
+@pytest.mark.long
 def test_trainers_send_a_checkpoint_from_every_rank(witness_of, tmp_path):
     witness = witness_of("cpu", 2)
     torch.save(small(), tmp_path / "small.pt")
