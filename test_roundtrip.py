@@ -4,8 +4,8 @@ The helpers come first (bits, Server, Client), then one section for each thing t
 boot, routes, errors, session, syncs, counters, refusals, gate, workers, completions, concurrency, options.
 Every weight is compared as bytes, by the sha256 that POST /weight_checker answers.
 
-Last come the server cases: what any server promises. With WEIGHT_SYNC_URL=http://host:8000 they, and only they,
-run against that one.
+Last come the server cases: what any server promises. With WEIGHT_SYNC_URL=http://host:8000 they, and only
+they, run against that one.
 """
 
 import base64

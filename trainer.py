@@ -299,7 +299,7 @@ class HTTPWeightSyncClient:
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
         try:
-            request = self._request(method, path, body)
+            request = self._prepare(method, path, body)
             reply = self._http.send(request, timeout=self.timeout, allow_redirects=False)
         except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
@@ -318,7 +318,7 @@ class HTTPWeightSyncClient:
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
         return answer
 
-    def _request(self, method: str, path: str, body: Any) -> requests.PreparedRequest:
+    def _prepare(self, method: str, path: str, body: Any) -> requests.PreparedRequest:
         if (method, path) not in self._prepared:
             plain = requests.Request(method, f"{self.url}/{path}")
             self._prepared[method, path] = self._http.prepare_request(plain)

@@ -137,8 +137,7 @@ def releases_a_refused_export_twice() -> None:
             original(engine, call, messages)
         except protocol.Refused:
             for _at, _label, _uuid, args in messages[0].args if call == "update_weights" else ():
-                where = ipc_codec._Counter(bytes.fromhex(args[protocol.COUNTER]), args[protocol.SLOT])
-                ipc_codec._counter_value(where, change=-2)
+                ipc_codec._release([ipc_codec._Counter(args[protocol.COUNTER], args[protocol.SLOT])] * 2)
             raise
 
 
@@ -272,11 +271,12 @@ def leaves_position_6() -> None:
 
 @mutant("overwrites position 2", "index.2")
 def overwrites_position_2() -> None:
-    @patch(ipc_codec, "check_args")
+    @patch(ipc_codec, "check_exports")
     def _(original: Any, *args: Any) -> Any:
-        good = original(*args)
-        size = good.tensor_size
-        return good._replace(tensor_stride=tuple(math.prod(size[at + 1 :]) for at in range(len(size))))
+        def row_major(size: Any) -> Any:
+            return tuple(math.prod(size[at + 1 :]) for at in range(len(size)))
+
+        return [good._replace(tensor_stride=row_major(good.tensor_size)) for good in original(*args)]
 
 
 @mutant("ignores the uuid", "handle.this-gpu-unpacked", "handle.this-gpu-packed")
@@ -524,9 +524,9 @@ def load_nothing_of(rule: protocol.Rule) -> None:
     """What breaks the rule, a SHOULD, is answered with 200, and not loaded."""
 
     @patch(WeightTransferEngine, "_load")
-    def _(original: Any, engine: Any, updates: Any, handles: Any) -> None:
+    def _(original: Any, engine: Any, updates: Any) -> None:
         if not rule.violation(updates[0], engine.workers[0].session):
-            original(engine, updates, handles)
+            original(engine, updates)
 
 
 UNALIGNED = [f"kind.{kind}-packed" for kind in ("every-dtype-at-once", "unaligned", "unaligned-after-bool")]

@@ -338,11 +338,11 @@ class Hooked(HTTPWeightSyncClient):
         self.called: list[str] = []
         self.hooks = hooks
 
-    def call(self, path: str, body: Any = None, method: str = "POST") -> dict[str, Any]:
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
         self.called.append(path)
         if hook := self.hooks.get(path):
             hook()
-        return super().call(path, body, method)
+        return super().call(path, body)
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
