@@ -301,21 +301,21 @@ def tried(send: Callable[..., Any]) -> Tried:
     """`send(progress=...)`."""
     exports: list[Any] = []
     told: list[str] = []
-    real = ipc_codec.export_handle
+    real = ipc_codec._export
 
-    def export(tensor: Tensor, device: Any = None) -> ipc_codec.Handle:
-        handle = real(tensor, device)
+    def export(tensor: Tensor, *more: Any) -> ipc_codec.Handle:
+        handle = real(tensor, *more)
         exports.extend(args for args in handle.values() if tensor.numel())
         return handle
 
-    ipc_codec.export_handle = export
+    ipc_codec._export = export
     error: tuple[str, str, int | None] = ("", "", None)
     try:
         send(progress=told.append)
     except Exception as exc:
         error = (type(exc).__name__, str(exc), getattr(exc, "status", None))
     finally:
-        ipc_codec.export_handle = real
+        ipc_codec._export = real
     return Tried(*error, set(map(ipc_codec.ref_count, exports)), told)
 
 
