@@ -1094,7 +1094,10 @@ class PackedBufferImporter:
 
     def open(self, handle: Handle) -> torch.Tensor:
         """The buffer, uint8 [bytes]. Equal arguments as last time: the same mapping. Raises HandleError."""
-        [args] = check_exports([_pick(handle, self.device)], self.device)
+        return self.open_export(check_exports([_pick(handle, self.device)], self.device)[0])
+
+    def open_export(self, args: IpcArgs) -> torch.Tensor:
+        """The same, of an export that `check_exports` let pass."""
         if self._buffer is None or args != self._args:
             self.release()
             [self._buffer], self._args = open_exports([args], self.device), args

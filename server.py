@@ -113,7 +113,7 @@ class Worker:
             if self.session.packed:
                 dtypes = [ipc_codec.parse_dtype(dtype) for _name, dtype, _shape in update.rows]
                 shapes = [shape for _name, _dtype, shape in update.rows]
-                return ipc_codec.unpack(self.buffer.open(update.handles), dtypes, shapes, update.sizes)
+                return ipc_codec.unpack(self.buffer.open_export(*exports), dtypes, shapes, update.sizes)
             return ipc_codec.open_exports(exports, self.device)
 
     def lent_to_me(self, update: UpdateInfo) -> list[Any]:

@@ -109,7 +109,7 @@ mutant("keeps a view of each tensor", "loan.kept-unpacked")(functools.partial(ke
 
 @mutant("opens the mapping per chunk", "release.once")
 def opens_the_mapping_per_chunk() -> None:
-    @patch(PackedBufferImporter, "open")
+    @patch(PackedBufferImporter, "open_export")
     def _(original: Any, importer: Any, handle: Any) -> Any:
         importer.release()
         return original(importer, handle)

@@ -88,7 +88,7 @@ def fault():
     return Path(__file__ + ".fault").read_text()
 
 held = []  # what is not let go
-open_exports, open_buffer = ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open
+open_exports, open_buffer = ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open_export
 load, finish, answer = Engine._load, Engine.finish_weight_update, App.answer
 
 def holding(exports, device):
@@ -127,7 +127,7 @@ def answering(self, method, target, headers, body):
         return server._error(500, "InternalServerError", said, None)
     return answer(self, method, target, headers, body)
 
-ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open = holding, opening
+ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open_export = holding, opening
 Engine._load, Engine.finish_weight_update, App.answer = loading, finishing, answering
 if __name__ == "__main__":
     sys.exit(server.main())
