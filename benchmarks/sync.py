@@ -61,11 +61,12 @@ PHASES = {
     },
     "server": {
         "parse": ["server.Request.json"],
-        "decode": ["ipc_codec.decode_handles", "ipc_codec.describe_handles"],
+        "decode": ["ipc_codec.decode_handles"],
         "rules": ["protocol.Session.broken_rules"],
         "check": ["server.Worker.check"],
         "open": ["server.Worker.open"],
         "copy": ["server.Worker.copy", "server.Worker.synchronize"],
+        "witness": ["ipc_codec.digests", "ipc_codec.describe_handles", "server.Witness.write"],
         # Unpacked, a mapping is closed when `_load` drops its tensors: what its own time is spent on.
         "release": ["ipc_codec.PackedBufferImporter.release", "server.WeightTransferEngine._load"],
         "other": ["server.App.answer"],
@@ -230,7 +231,7 @@ class Watch:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
 
-def serve(device: str) -> None:
+def serve(device: str, transcript: str | None) -> None:
     """The child: `server.py`, watched. A line on stdin begins or ends a sync, a line on stdout answers."""
     watch = Watch("server", server.parse_devices(device)[0])
 
@@ -243,6 +244,7 @@ def serve(device: str) -> None:
 
     logging.disable(logging.INFO)
     sys.argv = ["server.py", "--port", "0", "--device", device]
+    sys.argv += ["--transcript", transcript] if transcript else []
     threading.Thread(target=answer, daemon=True).start()
     sys.exit(server.main())
 
@@ -250,9 +252,10 @@ def serve(device: str) -> None:
 class Pair:
     """The two processes: this one and its server."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, transcript: str | None = None):
         self.device = device
         command = [sys.executable, __file__, "--serve", "--device", str(device)]
+        command += ["--transcript", transcript] if transcript else []
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.child = subprocess.Popen(command, env=os.environ | {protocol.GATE: "1"}, **pipes)
         self.url = self._line().removeprefix("listening on ")
@@ -355,7 +358,7 @@ def measure(pair: Pair, weights: Weights, mode: str, buffer_bytes: int, syncs: i
 
 def blocks(options: argparse.Namespace, preset: str) -> Iterator[dict[str, Any]]:
     """One preset on a fresh server: a block for each mode and buffer, then the round trip."""
-    with Pair(options.device) as pair:
+    with Pair(options.device, options.transcript) as pair:
         weights = make_weights(shapes_of(preset, options.scale), options.device, options.arena)
         for mode in options.modes:
             for buffer_bytes in options.buffer_bytes if mode == "packed" else [0]:
@@ -396,7 +399,7 @@ def round_trip(pair: Pair) -> dict[str, Any]:
 
 def growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time over the number of tensors at fixed bytes, and over bytes at a fixed number of tensors."""
-    with Pair(options.device) as pair:
+    with Pair(options.device, options.transcript) as pair:
         for series, points in (("tensors", GROWTH_TENSORS), ("bytes", GROWTH_BYTES)):
             for tensors, nbytes in points:
                 elements = int(nbytes * options.scale) // tensors // 2
@@ -439,7 +442,7 @@ def as_text(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['preset']}, {result['mode']}{buffer}, {layout}, scale {result['scale']:g}: {size}",
-            *(row.format(**phase) for phase in result["phases"]),
+            *(row.format(**phase) for phase in result["phases"] if phase["ms"]),
             f"  total {_ranged(result, 'total')} (with timers {result['timed_total_ms']:.2f}), "
             f"{result['gb_per_s']:.1f} GB/s{_target(result)}",
             f"  {result['floors']:.2f} times one copy: {_ranged(result, 'floor')}{_doubt(result)}",
@@ -481,6 +484,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--growth", action="store_true", help="also how time grows with tensors and with bytes")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default %(default)s)")
     add("--json", action="store_true", help="a JSON object a line")
+    add("--transcript", metavar="FILE", help="the server is a witness: to see what that costs")
     add("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -492,7 +496,7 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     if options.serve:
-        serve(options.device)
+        serve(options.device, options.transcript)
     options.device = device
     options.scale = options.scale or (1 if options.device.type == "cuda" else 0.02)
     options.modes = MODES if options.mode == "both" else [options.mode]
