@@ -996,21 +996,22 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # (places, what is copied there)
 LARGE_BYTES = 8 << 20  # from here on the device's own copy is the fastest
-FUSED = {  # torch fuses copies of these
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copies each tensor to its place, asynchronously: the large ones one by one, all others together."""
+    """Copies each tensor to its place, asynchronously: the large ones one by one, all others together.
+
+    Each has its place's dtype. The fused copies are of integers: torch takes float16 and bfloat16 through
+    float32, and changes the bits of a NaN.
+    """
     small: Copies = ([], [])
     for to, tensor in zip(places, tensors, strict=True):
-        if tensor.nbytes >= LARGE_BYTES or tensor.dtype not in FUSED:
+        if tensor.nbytes >= LARGE_BYTES or tensor.itemsize not in WORDS:
             to.copy_(tensor, non_blocking=True)
         else:
-            small[0].append(to)
-            small[1].append(tensor)
+            small[0].append(to.view(WORDS[tensor.itemsize]))
+            small[1].append(tensor.view(WORDS[tensor.itemsize]))
     if small[0]:
         torch._foreach_copy_(*small)
 

@@ -308,7 +308,7 @@ def tried(send: Callable[..., Any]) -> Tried:
         exports.extend(args for args in handle.values() if tensor.numel())
         return handle
 
-    ipc_codec._export = export
+    ipc_codec._export = export  # type: ignore[assignment]
     error: tuple[str, str, int | None] = ("", "", None)
     try:
         send(progress=told.append)
