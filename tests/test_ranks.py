@@ -381,6 +381,18 @@ def test_the_first_rank_of_a_group_is_its_sender(witness_of, packed):
     assert witness.held() == [SMALL, SMALL] and witness.found() == set()
 
 
+def send_from_one(rank: int, url: str) -> None:
+    group = dist.new_group([1])
+    if rank == 1:
+        send(client_of(0, url), small(), False, device="cpu:0", group=group)
+
+
+def test_one_rank_sends_alone_in_a_group_of_its_own(witness_of):
+    witness = witness_of("cpu", 1)
+    values(on_ranks(2, send_from_one, witness.url))
+    assert witness.held() == [SMALL] and witness.found() == set()
+
+
 def send_in_a_group_of_others(rank: int) -> None:
     group = dist.new_group([1])
     if rank == 0:
