@@ -1139,9 +1139,7 @@ class Judge:
     last: tuple[int, str, int] = (0, "", 0)
     ended: float = 0.0
     lost: bool = False  # a call got no answer: the session is in either state
-    joined: bool = (
-        False  # the server was there before the transcript, and was told its mode by who knows whom
-    )
+    joined: bool = False  # the server was there before: who knows which mode it was told
 
     @classmethod
     def of(cls, header: Mapping[str, Any], exercised: set[str]) -> Judge:
@@ -1211,12 +1209,7 @@ class Judge:
             broken[exc.rule.id] = exc
         others: list[Any] = []
         for worker, (session, message) in enumerate(zip(self.sessions, messages, strict=True)):
-            if (
-                self.joined
-                and not session.initialized
-                and isinstance(message, UpdateInfo)
-                and message.labelled
-            ):
+            if self.joined and not session.initialized and getattr(message, "labelled", None):
                 session.packed = isinstance(message.handles, dict)
             evidence = _evidence(worker, message, line, others if isinstance(given, Mapping) else [])
             found = (

@@ -997,6 +997,19 @@ def test_what_was_heard_is_written_however_it_ends(tmp_path, number):
 
 
 @pytest.mark.long
+def test_calls_pass_when_nobody_writes_them_down_any_more(tmp_path):
+    with Faulty(tmp_path, "cpu:0") as faulty, Between(tmp_path, faulty) as between:
+        pid = between.process.pid
+        os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text()), signal.SIGKILL)
+        client = Client(between)
+        for _ in range(3):
+            client.sync(pair())
+        assert client.checksums() == digests(pair())
+        await_true(lambda: "nothing is written down any more" in between.stderr())
+        assert between.stop() == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "code"), [("", 0), ("never releases", 1)])
 def test_judge_runs_a_trainer_through_the_forwarder(tmp_path, fault, code):
     weights = tmp_path / "weights.pt"
