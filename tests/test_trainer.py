@@ -889,6 +889,57 @@ class Clock:
         self.now += seconds
 
 
+# What a weight may become between two syncs that share a buffer, each from `torch.arange(8.0)`.
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda w: w,
+    "written in place": lambda w: w.add_(1),
+    "elsewhere": lambda w: w.clone().mul_(2),
+    "another view of the same": lambda w: w.detach().add_(3),
+    "a part of the same": lambda w: w[:4],
+    "strided": lambda w: w.view(2, 4).t(),
+    "another shape": lambda w: w.view(2, 4),
+    "another dtype": lambda w: w.view(torch.int32),
+    "negated": lambda w: torch._neg_view(w),
+    "half as large": lambda w: w.to(torch.bfloat16),
+}
+
+
+def test_a_buffer_takes_weights_that_change_in_any_way():
+    """Each change twice, with other bytes, and the plain one around it: nothing worked out outlives it."""
+    base, odd, even = torch.arange(8.0), torch.ones(3, dtype=torch.uint8), torch.ones(2)
+    buffer = PackedBuffer(64, "cpu")
+    for name, change in CHANGES.items():
+        for at, change_now in enumerate((lambda w: w, change, change, lambda w: w[:4], lambda w: w[::2])):
+            weights = {"a": change_now(base), "b": odd, "c": even}
+            part, fresh = (trainer.Part(weights, buffer=one) for one in (buffer, PackedBuffer(64, "cpu")))
+            assert part.make_plan(64) == fresh.make_plan(64), (name, at)
+            ipc_codec.settle(*part.export_buffer().values())
+            part.fill(0)
+            part.drain()
+            sent = b"".join(map(bits, weights.values()))
+            assert bits(buffer._bytes[: len(sent)]) == sent, (name, at)  # type: ignore[index]
+            base.add_(1)
+
+
+def test_memory_that_was_given_out_again_is_not_taken_for_what_lay_there(server):
+    place = torch.device("cpu")
+    buffer = ipc_codec.PackedBuffer(1 << 20, place)
+    client = HTTPWeightSyncClient(server.url)
+    client.init_weight_transfer_engine({"packed": True})
+    weight = torch.nn.Parameter(torch.rand(1 << 12, device=place))
+    for round in range(4):
+        address = weight.data_ptr()
+        weight.data.untyped_storage().resize_(0)  # as a sharded trainer frees what it gathered
+        if round % 2:
+            weight.data.untyped_storage().resize_(weight.numel() * 4)
+            weight.data.fill_(round)
+        else:
+            weight.data = torch.full((1 << 12,), float(round), device=place)
+        moved = weight.data_ptr() != address
+        trainer.send_weights_packed(client, {"given out again": weight}, buffer=buffer)
+        assert held(server.url, ["given out again"]) == digests({"given out again": weight}), (round, moved)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
