@@ -9,6 +9,7 @@ them, then the tests: kills of the trainer, of the server, a server that hangs, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import http.client
@@ -196,7 +197,7 @@ class Nursery:
         self.line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.children: list[Child] = []
         self.token = uuid.uuid4().hex
-        self.survivor: Server | None = None
+        self.kept: Server | None = None
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(its.fileno())],
             pass_fds=[its.fileno()],
@@ -210,6 +211,18 @@ class Nursery:
     def ask(self, order: Any, *fds: int) -> int:
         socket.send_fds(self.line, [json.dumps(order).encode()], fds)
         return int(self.line.recv(100))
+
+    @contextlib.contextmanager
+    def survivor(self) -> Iterator[Server]:
+        """A server that holds NEXT: the same one for all tests, as long as none has failed."""
+        running = self.kept or Server(self)
+        if self.kept is None:
+            for mode in MODES:
+                sync(running, mode)
+            assert running.comes_to_rest()
+        self.kept = None
+        yield running
+        self.kept = running
 
     def close(self) -> None:
         """The children that are left are killed with it."""
@@ -262,7 +275,7 @@ class Child:
         self.since = time.monotonic()
         os.killpg(self.pid, by) if group else os.kill(self.pid, by)
 
-    def end(self, seconds: float) -> Ended:
+    def end(self, seconds: float = 15) -> Ended:
         """Waits for its end, that long from now at most."""
         began, lent = self.since, None
         while word := self.hear(seconds):
@@ -332,6 +345,11 @@ class Server(Child):
     def comes_to_rest(self) -> bool:
         """Whether it soon has the descriptors and threads it started with, and nothing more to answer."""
         return until(lambda: self.footprint() == self.at_rest)
+
+    def is_stopped(self) -> bool:
+        """Whether a SIGSTOP has got to all of its threads."""
+        stats = [stat.read_text() for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def maps_memory_of(self, pid: int) -> bool:
         return f"/torch_{pid}_" in Path(f"/proc/{self.pid}/maps").read_text()
@@ -453,20 +471,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def survivor(home: Nursery) -> Iterator[Server]:
-    """A server at rest that holds NEXT: the same one for all tests, as long as none has failed."""
-    if home.survivor is None:
-        home.survivor = Server(home)
-        for mode in MODES:
-            sync(home.survivor, mode)
-        assert home.survivor.comes_to_rest()
-    running, home.survivor = home.survivor, None
-    yield running
-    if running.comes_to_rest() and running.version() == "next":
-        home.survivor = running
-
-
 def trainer_of(home: Nursery, url: str, checkpoint: Path, kill: Kill, timeout: float = 20) -> Child:
     """A trainer that sends KILLED in that mode. It stops at the kill's station, if that is a trainer's."""
     stops = kill.stops if STATIONS[kill.station] == "trainer" else ()
@@ -516,43 +520,57 @@ def ends_by(kill: Kill, ended: Ended) -> None:
         assert ended.code == -SIGKILL
         return
     said_last, says_lent = sentence(ended)
-    assert (ended.code, said_last) == (130, "interrupted") and ended.seconds < 3
+    assert (ended.code, said_last) == (130, "interrupted") and ended.seconds < 10
     in_export = kill.station == "3 exported"  # interrupted before its caller had the handle
     assert ended.lent == (1 if in_export else kill.lends)
     assert in_export or says_lent or not ended.lent
     assert kill.told or not says_lent
 
 
-@pytest.mark.parametrize("kill", kills("trainer"))
-def test_a_server_outlives_its_trainer(home, survivor, checkpoint, kill):
-    """It goes on, keeps no memory, descriptor or thread of the dead one, and no mix passes for a version."""
-    stands = STATIONS[kill.station]
-    if stands == "server":
-        survivor.stop_at(*kill.stops)
-    dying = trainer_of(home, survivor.url, checkpoint, kill)
-    (survivor if stands == "server" else dying).await_at(kill.station)
-    assert survivor.ask("GET", "/health").status_code == 200
-    dying.send(kill.by)
-    ends_by(kill, dying_ended := dying.end(5))
-    assert kill.by == SIGKILL or not files_of(dying.pid)
-    if stands == "server":
-        survivor.go_on()
-    assert survivor.comes_to_rest()
-    assert survivor.ask("GET", "/health").status_code == 200
-    keeps = survivor.maps_memory_of(dying.pid)
-    assert not keeps or (kill.mode != "unpacked" and kill.left_open)
-    assert survivor.version() == ("killed" if kill.finished else "next")
-    holds = survivor.holds()
+def stop_somebody(kill: Kill, running: Server, sending: Callable[[], Child]) -> tuple[Child, Child]:
+    """A trainer, and who of the two stands at the station."""
+    if STATIONS[kill.station] == "server":
+        running.stop_at(*kill.stops)
+    sender = sending()
+    stands = running if STATIONS[kill.station] == "server" else sender
+    stands.await_at(kill.station)
+    return sender, stands
+
+
+def is_no_third(kill: Kill, holds: dict[str, str]) -> int:
+    """Each tensor on the server is whole: the one before, or the dead trainer's. How many are the latter."""
     new = [name for name, digest in digests(KILLED).items() if holds[name] == digest]
-    assert holds == digests(NEXT) | {name: digests(KILLED)[name] for name in new}  # whole tensors, no third
+    assert holds == digests(NEXT) | {name: digests(KILLED)[name] for name in new}
     assert len(new) in ((0, 3) if kill.mode == "unpacked" or kill.finished else range(3 + 1))
-    lines = sync(survivor, kill.mode)
-    waited = any("another trainer may be at it" in line for line in lines)
-    assert waited == kill.left_open, lines
-    assert not survivor.maps_memory_of(dying.pid) and "Traceback" not in said(survivor.err)
-    assert survivor.comes_to_rest()
-    seen = {"new on the server": len(new), "mapped until the next": keeps, "next closed it": waited}
-    report(kill, code=dying_ended.code, lent=dying_ended.lent, **seen)
+    return len(new)
+
+
+@pytest.mark.parametrize("kill", kills("trainer"))
+def test_a_server_outlives_its_trainer(home, checkpoint, kill):
+    """It goes on, keeps no memory, descriptor or thread of the dead one, and no mix passes for a version."""
+    with home.survivor() as survivor:
+        dying, stands = stop_somebody(
+            kill, survivor, lambda: trainer_of(home, survivor.url, checkpoint, kill)
+        )
+        assert survivor.ask("GET", "/health").status_code == 200
+        dying.send(kill.by)
+        ends_by(kill, ended := dying.end())
+        assert kill.by == SIGKILL or not files_of(dying.pid)
+        if stands is survivor:
+            survivor.go_on()
+        assert survivor.comes_to_rest()
+        assert survivor.ask("GET", "/health").status_code == 200
+        keeps = survivor.maps_memory_of(dying.pid)
+        assert not keeps or (kill.mode != "unpacked" and kill.left_open)
+        assert survivor.version() == ("killed" if kill.finished else "next")
+        new = is_no_third(kill, survivor.holds())
+        lines = sync(survivor, kill.mode)
+        waited = any("another trainer may be at it" in line for line in lines)
+        assert waited == kill.left_open, lines
+        assert not survivor.maps_memory_of(dying.pid) and "Traceback" not in said(survivor.err)
+        assert survivor.comes_to_rest()
+    seen = {"new on the server": new, "mapped until the next": keeps, "next closed it": waited}
+    report(kill, code=ended.code, lent=ended.lent, **seen)
 
 
 # --- The server dies ----------------------------------------------------------------------------------
@@ -562,21 +580,17 @@ def test_a_server_outlives_its_trainer(home, survivor, checkpoint, kill):
 def test_a_trainer_outlives_its_server(home, checkpoint, kill):
     """It ends soon, with one sentence, says what it has not got back, and leaves no file; both can go on."""
     dying = Server(home)
-    stands = STATIONS[kill.station]
-    if stands == "server":
-        dying.stop_at(*kill.stops)
-    survivor = trainer_of(home, dying.url, checkpoint, kill)
-    (dying if stands == "server" else survivor).await_at(kill.station)
+    survivor, stands = stop_somebody(kill, dying, lambda: trainer_of(home, dying.url, checkpoint, kill))
     dying.send(kill.by)
-    ended_server = dying.end(5)
+    ended_server = dying.end()
     assert ended_server.code == (-SIGKILL if kill.by == SIGKILL else 0)
     assert "Traceback" not in ended_server.err and "Fatal" not in ended_server.err
     survivor.since = time.monotonic()
-    if stands == "trainer":
+    if stands is survivor:
         survivor.go_on()
-    ended = survivor.end(5)
+    ended = survivor.end()
     last, says_lent = sentence(ended)
-    assert ended.code == 1 and f": no answer from {dying.url}: " in last and ended.seconds < 3
+    assert ended.code == 1 and f": no answer from {dying.url}: " in last and ended.seconds < 10
     ended_in_order = kill.by != SIGKILL  # then the server has released what it had opened
     assert ended.lent == kill.lends or (ended_in_order and ended.lent < kill.lends)
     assert says_lent if ended.lent else kill.told or not says_lent
@@ -584,7 +598,7 @@ def test_a_trainer_outlives_its_server(home, checkpoint, kill):
     again = Server(home, port=dying.port)
     assert not any("another trainer" in line for line in sync(again, kill.mode))
     again.send(SIGKILL)
-    again.end(5)
+    again.end()
     seen = {"says_lent": says_lent, "files at its end": files, "seconds": ended.seconds}
     report(kill, code=ended.code, said=last, lent=ended.lent, **seen)
 
@@ -594,28 +608,29 @@ def test_a_trainer_outlives_its_server(home, checkpoint, kill):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kill", kills("server", (signal.SIGSTOP,)))
-def test_a_server_that_hangs_costs_a_time_out_and_serves_the_next_one(home, survivor, checkpoint, kill):
+def test_a_server_that_hangs_costs_a_time_out_and_serves_the_next_one(home, checkpoint, kill):
     """Stopped whole at a station, and let go when the trainer has given up: it finds memory that is gone."""
-    stands = STATIONS[kill.station]
-    if stands == "server":
-        survivor.stop_at(*kill.stops)
-    stuck = trainer_of(home, survivor.url, checkpoint, kill, timeout=1)
-    (survivor if stands == "server" else stuck).await_at(kill.station)
-    survivor.send(signal.SIGSTOP)
-    if stands == "trainer":
-        stuck.go_on()
-    ended = stuck.end(5)
-    last, says_lent = sentence(ended)
-    assert ended.code == 1 and last.endswith(f": no answer from {survivor.url} within 1 s")
-    assert ended.lent == kill.lends and (says_lent if ended.lent else kill.told or not says_lent)
-    assert until(lambda: not files_of(stuck.pid), 3)  # torch's manager process unlinks what is left
-    survivor.send(signal.SIGCONT)
-    if stands == "server":
-        survivor.go_on()
-    assert survivor.comes_to_rest()
-    lines = sync(survivor, kill.mode)
-    assert not survivor.maps_memory_of(stuck.pid) and "Traceback" not in said(survivor.err)
-    assert survivor.comes_to_rest()
+    with home.survivor() as survivor:
+        stuck, stands = stop_somebody(
+            kill, survivor, lambda: trainer_of(home, survivor.url, checkpoint, kill, timeout=1)
+        )
+        survivor.send(signal.SIGSTOP)
+        assert until(survivor.is_stopped)
+        if stands is stuck:
+            stuck.go_on()
+        ended = stuck.end()
+        last, says_lent = sentence(ended)
+        assert ended.code == 1 and last.endswith(f": no answer from {survivor.url} within 1 s")
+        assert ended.seconds < 10
+        assert ended.lent == kill.lends and (says_lent if ended.lent else kill.told or not says_lent)
+        assert until(lambda: not files_of(stuck.pid), 3)  # torch's manager process unlinks what is left
+        survivor.send(signal.SIGCONT)
+        if stands is survivor:
+            survivor.go_on()
+        assert survivor.comes_to_rest()
+        lines = sync(survivor, kill.mode)
+        assert not survivor.maps_memory_of(stuck.pid) and "Traceback" not in said(survivor.err)
+        assert survivor.comes_to_rest()
     waited = any("another trainer may be at it" in line for line in lines)
     seen = {"says_lent": says_lent, "next closed it": waited, "seconds": ended.seconds}
     report(kill, code=ended.code, said=last, lent=ended.lent, **seen)
@@ -640,30 +655,38 @@ def test_the_server_of_a_trainer_goes_with_it(home, place, by):
         dying.await_at("waits")
     assert until(dying.started)
     dying.send(by, group=by == SIGINT)
-    ended = dying.end(5)
+    ended = dying.end()
     if by != SIGKILL:
         last, _ = sentence(ended)
         assert (ended.code, last) == (130, "interrupted")
         assert not files_of(dying.pid)
-    assert until(lambda: not dying.started(), 5), dying.started()
+    at_once = 1 if place == "start-up" else 5  # later it has torch's manager process, which takes two seconds
+    assert until(lambda: not dying.started(), at_once), dying.started()
     assert until(lambda: not files_of(dying.pid), 5)
     line = {"program": "trainer.py --spawn-server", "by": by.name, "place": place, **ended._asdict()}
     print(json.dumps(line))
 
 
-@pytest.mark.xfail(strict=True, reason="its exit code is 0, and it says nothing")
-@pytest.mark.parametrize("by", [SIGTERM, SIGINT], ids=lambda by: by.name)
+@pytest.mark.xfail(
+    strict=True, reason="its exit code is 0, it says nothing, and killed it leaves its trainer"
+)
+@pytest.mark.parametrize("by", [SIGKILL, SIGTERM, SIGINT], ids=lambda by: by.name)
 def test_a_judge_that_is_interrupted_takes_its_trainer_down_and_has_no_verdict(home, tmp_path, by):
     """A SIGTERM is sent to it alone, a SIGINT is a terminal's. Exit code 0 would say: nothing found."""
     options = ("--device", "cpu", "--transcript", tmp_path / "sync.jsonl")
     dying = Child(home, "server", *options, "--judge", "sleep 60")
     assert until(dying.started)
     dying.send(by, group=by == SIGINT)
-    ended = dying.end(5)
+    ended = dying.end()
     print(json.dumps({"program": "server.py --judge", "by": by.name, **ended._asdict()}))
-    assert until(lambda: not dying.started(), 5)
-    assert "Traceback" not in ended.err
-    assert ended.code in (2, 130) and re.fullmatch(r"server\.py: .+\n", ended.err)
+    gone = until(lambda: not dying.started(), 1)
+    for pid in dying.started():
+        os.kill(pid, SIGKILL)
+    assert gone and "Traceback" not in ended.err
+    if by == SIGKILL:
+        assert ended.code == -SIGKILL
+    else:
+        assert ended.code in (2, 130) and re.fullmatch(r"server\.py: .+\n", ended.err)
 
 
 # --- What is left of them all -------------------------------------------------------------------------
@@ -679,7 +702,7 @@ def test_nobody_leaves_a_process_or_a_file(home, checkpoint):
     assert files_of(lender.pid) and lender.started()
     for one in (lender, dying):
         one.send(SIGKILL)
-        one.end(5)
+        one.end()
     dead = [child.pid for child in home.children if child.ended]
     assert until(lambda: not started_by(home.token)), started_by(home.token)
     assert until(lambda: not any(map(files_of, dead))), list(map(files_of, dead))
