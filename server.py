@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import ctypes
 import gc
 import http.client
 import http.server
@@ -1652,20 +1653,23 @@ def make_forwarder(options: argparse.Namespace) -> Server:
 
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     """Runs the trainer against this witness, and judges it. Returns the exit code."""
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         command = [word.replace("{url}", url) for word in shlex.split(options.judge)] or [""]
-        ended = subprocess.run(command, env=os.environ | {"WEIGHT_SYNC_URL": url}).returncode
+        given = os.environ | {"WEIGHT_SYNC_URL": url}
+        trainer = subprocess.Popen(command, env=given, preexec_fn=_end_with_parent)
     except (OSError, ValueError) as exc:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"server.py: interrupted; the transcript so far is {options.transcript}", file=sys.stderr)
-        return 130
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    ended = trainer.wait()  # an interrupt ends this process, and so the trainer
     server.shutdown()
     server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     return protocol.verdict(options.transcript, options.strict)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
 def main() -> str | int | None:
@@ -1685,10 +1689,15 @@ def main() -> str | int | None:
     gc.freeze()  # what is here now stays: a collection need not look at it during a sync
     url = f"http://{options.host}:{server.server_port}"
     print(f"listening on {url}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt), server:
-        if options.judge is not None:
-            return judge(server, url, options)
-        server.serve_forever()
+    with server:
+        try:
+            if options.judge is not None:
+                return judge(server, url, options)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            if options.judge is not None:
+                print("server.py: interrupted before there was a verdict", file=sys.stderr)
+                return 130
     return None
 
 

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -303,7 +304,9 @@ class HTTPWeightSyncClient:
             reply = self._http.send(request, timeout=self.timeout, allow_redirects=False)
         except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
             self._http.close()
-            raise SyncError(f"{path}: {self._no_answer(exc)}") from None
+            reason = self._no_answer(exc)
+            _clear_frames(exc)
+            raise SyncError(f"{path}: {reason}") from None
         self._answered_at = time.monotonic()
         if not 200 <= reply.status_code < 300:
             self._http.close()  # vLLM closes it after a 500, and does not say so
@@ -337,6 +340,13 @@ class HTTPWeightSyncClient:
         ):
             cause = inner
         return f"no answer from {self.url}: {cause}"
+
+
+def _clear_frames(exc: BaseException | None) -> None:
+    """urllib3's frames hold errors that hold the frames, and by them our tensors, until a collection."""
+    while exc is not None and not isinstance(exc, SyncError):
+        traceback.clear_frames(exc.__traceback__)
+        exc = exc.__context__
 
 
 def _encoded(update_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -581,9 +591,8 @@ def send_weights(
     except BaseException as exc:
         if not told or (not read and _answered(exc)):
             _settle(parts)  # nobody opened them, and nobody will
-        elif not _answered(exc):
-            lent = sum(len(part.exports) for part in parts)
-            progress(f"{lent} tensors stay lent: the server may still read them")
+        elif left := sum(ipc_codec.ref_counts(list(part.args())).count(1) for part in parts):
+            progress(f"{left} tensors stay lent: the server may still read them")
         raise
     finally:
         for part in parts:

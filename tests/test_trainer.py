@@ -1065,7 +1065,8 @@ def test_a_server_that_is_killed_ends_the_sync_with_one_sentence(doomed, server,
         send(client, weights, packed, progress=record)
     assert time.monotonic() - began < 7
     assert caught.value.status is None and "\n" not in str(caught.value)
-    assert "lent: the server may still read" in told[-1]
+    lent = 1 in counters(exports)  # the server may still read it, for all that is known
+    assert ("lent: the server may still read" in "".join(told[-1:])) is lent
     assert doomed.process.wait(5) is not None
     next_run = HTTPWeightSyncClient(server.url)
     next_run.init_weight_transfer_engine({"packed": packed})
