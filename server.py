@@ -61,6 +61,7 @@ BODY_SECONDS = 60  # a body that pauses for longer than this is given up
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
+ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 log = logging.getLogger("weight-sync")
@@ -554,7 +555,7 @@ class App:
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Station 7. The envelope is judged first (400), then the session and the content (500)."""
-        url = urllib.parse.urlsplit(target)
+        url = _split(target)
         if refusal := of_a_web_page(headers):
             return refusal
         wanted, handler = ROUTES.get(url.path, ("", None))
@@ -918,9 +919,22 @@ def _int64(digits: str) -> int:
 
 def of_a_web_page(headers: Mapping[str, str]) -> Reply | None:
     """The refusal of a foreign page. Start, finish and pause need no body: any web page could send them."""
-    if (origin := headers.get("origin")) and urllib.parse.urlsplit(origin).netloc != headers.get("host"):
-        return Reply(403, {"detail": f"requests of web pages of {origin} are not answered"})
-    return None
+    origin = headers.get("origin")
+    if origin is None:
+        return None
+    ours = _split(origin)
+    # By address only: a name that a page's owner chose may have been made to point here.
+    if ours.netloc == headers.get("host") and ADDRESS.fullmatch(ours.netloc.lower()):
+        return None
+    return Reply(403, {"detail": f"requests of web pages of {origin[:80]} are not answered"})
+
+
+def _split(url: str) -> urllib.parse.SplitResult:
+    """A URL's parts; all empty where it is none."""
+    try:
+        return urllib.parse.urlsplit(url)
+    except ValueError:
+        return urllib.parse.urlsplit("")
 
 
 def _error(status: int, kind: str, message: str, param: str | None) -> Reply:
@@ -1179,7 +1193,7 @@ class Relay(Connection):
         began = time.monotonic()
         body = self._read_body()
         refusal = of_a_web_page({name.lower(): value for name, value in self.headers.items()})
-        call = urllib.parse.urlsplit(self.path).path[1:]
+        call = _split(self.path).path[1:]
         if isinstance(body, Reply):
             self._write(body, close=True)
         elif refusal:

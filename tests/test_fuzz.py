@@ -1,0 +1,64 @@
+"""Hostile input: whatever comes in, the server answers as it is documented, changes nothing and serves on.
+
+First what fuzzing and reading have found, a test each; then the fuzzers, in this process against `App.answer`
+(thousands of inputs a second, with real handles); then clients of a server process that are slow, many or
+talk nonsense. The fuzzers are seeded and brief; `pytest -m long -n 0 -s tests/test_fuzz.py` runs them for
+long, and prints what was tried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import server
+from protocol import GATE
+from server import App, Reply
+
+JSON = {"content-type": "application/json"}
+UPDATE = "/update_weights"
+
+
+@pytest.fixture(autouse=True)
+def _gate(monkeypatch):
+    monkeypatch.setenv(GATE, "1")
+
+
+def app_on(devices: str = "cpu", *, transcript: Any = None, strict: bool = False, model: Any = None) -> App:
+    """What a server process would answer with."""
+    engine = server.WeightTransferEngine(server.parse_devices(devices), model, strict)
+    if transcript:
+        engine.witness = server.Witness(str(transcript), engine.workers)
+    return App(engine)
+
+
+def post(app: App, target: str, body: Any = None, headers: Mapping[str, str] = JSON) -> Reply:
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    return app.answer("POST", target, headers, data)
+
+
+# ---- what was found --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["http://[/health", "//[", "http://[::1/health", "/health\x00", "", "*"])
+def test_a_target_that_is_no_url_is_404(target):
+    assert app_on().answer("GET", target, {}, b"").status == 404
+
+
+FOREIGN = ["http://[", "null", "", "http://a.example", "http://a.example:8000", "http://127.0.0.1:8001"]
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "a.example:8000"])
+def test_a_web_page_is_refused_even_where_its_name_was_made_to_point_here(origin, host):
+    """A page of a.example whose name now gives 127.0.0.1 sends its own name as Host, too."""
+    reply = post(app_on(), "/pause", headers={"origin": origin, "host": host})
+    assert reply.status == 403 and set(reply.body) == {"detail"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "10.0.0.7"])
+def test_a_page_of_the_servers_own_address_is_answered(host):
+    assert post(app_on(), "/pause", headers={"origin": f"http://{host}", "host": host}).status == 200
