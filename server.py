@@ -32,6 +32,7 @@ import marshal
 import os
 import queue
 import re
+import reprlib
 import select
 import shlex
 import signal
@@ -60,6 +61,7 @@ IDLE_SECONDS = 5  # a kept-alive connection without a request is closed after th
 BODY_SECONDS = 60  # a body that pauses for longer than this is given up
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
+MAX_ROWS = 1024  # sequences of one completion: prompts times n
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
 ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -511,15 +513,17 @@ def _storage(args: Any) -> tuple[Any, Any]:
     return named.storage_handle, named.storage_offset_bytes
 
 
-def _without_pickles(value: Any, key: str = "") -> Any:
+def _without_pickles(value: Any, key: str = "", levels: int = 20) -> Any:
     """The body as it goes into the transcript: of a handles' text only what is outside base64's alphabet.
 
-    So with any long text, wherever it is: it may be one in a wrong place.
+    So with any long text, wherever it is: it may be one in a wrong place. No call has more than six levels.
     """
+    if not levels:
+        return "(nested too deeply)"
     if isinstance(value, dict):
-        return {name: _without_pickles(item, name) for name, item in value.items()}
+        return {name: _without_pickles(item, name, levels - 1) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_pickles(item, key) for item in value]
+        return [_without_pickles(item, key, levels - 1) for item in value]
     long = len(value) > 80 and key not in ("names", "dtype_names") if isinstance(value, str) else False
     if long or (isinstance(value, str) and key == "ipc_handles_pickled"):
         return "".join(protocol.NOT_BASE64.findall(value)[:80])
@@ -607,7 +611,8 @@ class App:
     def pause(self, call: str, request: Request) -> Reply:
         mode = request.query.get("mode", "abort")
         if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode is one of {', '.join(PAUSE_MODES)}, not {mode!r}", "query.mode")
+            seen = reprlib.repr(mode)
+            raise BadRequest(f"mode is one of {', '.join(PAUSE_MODES)}, not {seen}", "query.mode")
         self.paused = mode
         self.changed.notify_all()
         if mode != "keep":  # answered when no completion runs: aborted, or at its end
@@ -626,7 +631,7 @@ class App:
         words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False}
         include_dp = words.get(given := request.query.get("include_dp", "true").lower())
         if include_dp is None:
-            raise BadRequest(f"include_dp is true or false, not {given!r}", "query.include_dp")
+            raise BadRequest(f"include_dp is true or false, not {reprlib.repr(given)}", "query.include_dp")
         workers = len(self.engine.workers)
         return Reply(200, {"world_size": workers if include_dp else workers // self.data_parallel_size})
 
@@ -653,7 +658,7 @@ class App:
                     weight.view(-1).view(torch.uint8).zero_()
             self.engine.writes += 1
             return Reply(200, {"status": "reset"})
-        raise BadRequest(f"action is checksum, compare or reset, not {action!r}", "body.action")
+        raise BadRequest(f"action is checksum, compare or reset, not {reprlib.repr(action)}", "body.action")
 
     def completions(self, call: str, request: Request) -> Reply:
         asked = Asked.from_json(request.json(), self.engine.model_name)
@@ -782,18 +787,23 @@ class Asked:
             raise BadRequest("the body is no object", "body")
         for key, neutral in cls.NEUTRAL.items():
             if body.get(key, neutral) not in (neutral, None, [], "", {}):
-                raise BadRequest(f"{key} {body[key]!r} is not supported by this stub", f"body.{key}")
+                seen = reprlib.repr(body[key])
+                raise BadRequest(f"{key} {seen} is not supported by this stub", f"body.{key}")
         if body.get("model") not in (None, model):
-            raise BadRequest(f"the model {body['model']!r} does not exist; {model!r} does", "body.model")
+            seen = reprlib.repr(body["model"])
+            raise BadRequest(f"the model {seen} does not exist; {model!r} does", "body.model")
         prompt = body.get("prompt")
         many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+        if many and len(prompt) > MAX_ROWS:
+            raise BadRequest(f"there are {len(prompt)} prompts; {MAX_ROWS} sequences at most", "body.prompt")
+        prompts = [_token_ids(one) for one in (prompt if many else [prompt])]  # type: ignore[union-attr]
         return cls(
-            [_token_ids(one) for one in (prompt if many else [prompt])],  # type: ignore[union-attr]
+            prompts,
             model,
             _within(body, "max_tokens", int, 1, 1 << 20, 16),
             _within(body, "temperature", (int, float), 0, 100, 1.0),
             _within(body, "seed", int, -(1 << 63), (1 << 63) - 1, None),
-            _within(body, "n", int, 1, 4096, 1),
+            _within(body, "n", int, 1, MAX_ROWS // len(prompts), 1),
             _within(body, "logprobs", int, 0, 20, None),
         )
 
@@ -853,7 +863,8 @@ def _within(body: Mapping[str, Any], key: str, kind: Any, least: float, most: fl
     if value is None:
         return default
     if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:
-        raise BadRequest(f"{key} is a number from {least} to {most}, not {value!r}", f"body.{key}")
+        seen = reprlib.repr(value)
+        raise BadRequest(f"{key} is a number from {least} to {most}, not {seen}", f"body.{key}")
     return value
 
 

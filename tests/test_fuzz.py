@@ -19,7 +19,8 @@ from protocol import GATE
 from server import App, Reply
 
 JSON = {"content-type": "application/json"}
-UPDATE = "/update_weights"
+INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
+FINISH, SHUTDOWN = "/finish_weight_update", "/shutdown_weight_transfer_engine"
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +63,46 @@ def test_a_web_page_is_refused_even_where_its_name_was_made_to_point_here(origin
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "10.0.0.7"])
 def test_a_page_of_the_servers_own_address_is_answered(host):
     assert post(app_on(), "/pause", headers={"origin": f"http://{host}", "host": host}).status == 200
+
+
+@pytest.mark.parametrize("depth", [100, 600, 900, 5000, 100_000])
+def test_a_witness_outlives_what_is_nested_deeply(tmp_path, depth):
+    app = app_on(transcript=tmp_path / "transcript.jsonl")
+    nested = b"[" * depth + b"]" * depth
+    assert post(app, START).status == 200
+    for target, field in [(INIT, b"init_info"), (UPDATE, b"update_info"), (FINISH, b"weight_version")]:
+        reply = post(app, target, b'{"%s": {"packed": %s, "names": %s}}' % (field, nested, nested))
+        assert reply.status in (200, 400, 500)
+    lines = (tmp_path / "transcript.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and all(map(json.loads, lines))
+
+
+LONG = "x" * 1_000_000
+ECHOES = [
+    ("/v1/completions", {"prompt": "a", "stop": LONG}),
+    ("/v1/completions", {"prompt": "a", "stop": [[[[[LONG]]]]]}),
+    ("/v1/completions", {"prompt": "a", "model": LONG}),
+    ("/v1/completions", {"prompt": "a", "seed": LONG}),
+    ("/weight_checker", {"action": LONG}),
+    ("/update_weight_version", {"new_version": [LONG]}),
+    ("/pause?mode=" + LONG, None),
+    (INIT, {"init_info": {LONG: 1}}),
+    (UPDATE, {"update_info": {"names": [LONG], "dtype_names": [LONG], "shapes": [LONG]}}),
+]
+
+
+@pytest.mark.parametrize("target,body", ECHOES, ids=[str(at) for at in range(len(ECHOES))])
+def test_a_refusal_is_short_however_long_what_was_refused(target, body):
+    app = app_on()
+    post(app, START)
+    reply = post(app, target, body)
+    assert reply.status in (400, 500) and len(json.dumps(reply.body)) < 1000
+
+
+@pytest.mark.parametrize("prompts,n", [(1, 1025), (1025, None), (1025, 1), (1024, 2), (3, 342)])
+def test_a_completion_has_so_many_rows_and_no_more(prompts, n):
+    reply = post(app_on(), "/v1/completions", {"prompt": [[97]] * prompts, "n": n})
+    assert reply.status == 400 and reply.body["error"]["param"] in ("body.n", "body.prompt")
+    if prompts <= 1024:
+        body = {"prompt": [[97]] * prompts, "n": 1024 // prompts}
+        assert post(app_on(), "/v1/completions", body).status == 503  # there are no weights yet
