@@ -57,6 +57,7 @@ SHM_NAME = re.compile(rb"/torch_\d{1,20}_\d{1,20}_\d{1,20}")
 CPU_MARK = b"cpu:"  # an emulated storage handle is this and the name of its file
 CUDA_HANDLE_VERSION = 2
 EVENT_BYTES = 64
+MAX_TEXT = 1 << 26  # characters of encoded handles; 20,000 tensors on one GPU have 5 million
 # By every name torch has for them. The quantized dtypes (their scales do not travel) and the sub-byte
 # integers (torch cannot copy them) are none that a sync can carry.
 DTYPES = {
@@ -381,6 +382,8 @@ def decode_handles(text: str) -> Any:
     """
     if not isinstance(text, str):
         raise HandleError(f"ipc_handles_pickled is {_seen(text)}; it is base64 text")
+    if len(text) > MAX_TEXT:
+        raise HandleError(f"ipc_handles_pickled has {len(text):,} characters; {MAX_TEXT:,} at most")
     try:
         payload = base64.b64decode(text)
     except ValueError as exc:

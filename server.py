@@ -61,6 +61,8 @@ IDLE_SECONDS = 5  # a kept-alive connection without a request is closed after th
 BODY_SECONDS = 60  # a body that pauses for longer than this is given up
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
+MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
+LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
 MAX_ROWS = 1024  # sequences of one completion: prompts times n
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
 ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
@@ -908,8 +910,11 @@ class Request:
         if not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", self.content_type.strip().lower()):
             raise BadRequest(f"the content type is {self.content_type or 'missing'!r}, not JSON's", "body")
         text = self.body.decode("utf-8-sig")
+        if sum(map(self.body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # three bytes can become seventy
+            raise BadRequest(f"the JSON has more than {MAX_VALUES:,} values", "body")
+        long = LONG_INT.search(b":" + text[:20].encode()) or LONG_INT.search(self.body)
         try:
-            parsed = json.loads(text, parse_int=_int64 if re.search(r"\d{19}", text) else None)
+            parsed = json.loads(text, parse_int=_int64 if long else None)
             if "\\u" in text:
                 json.dumps(parsed, ensure_ascii=False).encode()  # finds lone surrogates
         except UnicodeEncodeError:

@@ -8,12 +8,17 @@ long, and prints what was tried.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+import ipc_codec
 import server
 from protocol import GATE
 from server import App, Reply
@@ -106,3 +111,38 @@ def test_a_completion_has_so_many_rows_and_no_more(prompts, n):
     if prompts <= 1024:
         body = {"prompt": [[97]] * prompts, "n": 1024 // prompts}
         assert post(app_on(), "/v1/completions", body).status == 503  # there are no weights yet
+
+
+def test_json_of_many_values_is_refused_before_it_is_read():
+    """30 MB of empty lists would be 700 MB of Python's, made in one go, while nobody else is answered."""
+    app = app_on()
+    bomb = b'{"update_info": {"names": [' + b"[]," * 10_000_000 + b"[]]}}"
+    began = time.process_time()
+    reply = post(app, UPDATE, bomb)
+    assert time.process_time() - began < 1
+    assert reply.status == 400 and "values" in reply.body["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**64), 10**5000, -(10**5000)], ids=["", "-", "5000", "-5000"])
+@pytest.mark.parametrize("form", ["%s", "\ufeff%s", '{"init_info":{"packed":%s}}', '{"x": [1,%s]}', '{"x":\t\r\n%s}'])
+def test_an_integer_beyond_64_bits_is_found_wherever_it_stands(number, form):
+    with all_digits():
+        body = (form % number).encode()
+    assert post(app_on(), INIT, body).body["error"]["type"] == "BadRequestError"
+
+
+@contextlib.contextmanager
+def all_digits():
+    """Python prints integers of any length."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
+def test_a_text_too_long_for_handles_is_refused_before_it_is_decoded():
+    text = base64.b64encode(b"\x80\x04](" + b"N" * (3 << 24) + b"e.").decode()
+    began = time.process_time()
+    with pytest.raises(ipc_codec.HandleError, match="characters"):
+        ipc_codec.decode_handles(text)
+    assert time.process_time() - began < 0.1
