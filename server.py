@@ -192,6 +192,7 @@ class WeightTransferEngine:
         self.weight_version = "default"
         self.hold_seconds = 0.0  # how long an update stays unanswered after it was read
         self.witness: Witness | None = None
+        self.lost = ""  # why a device answers nothing any more
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
@@ -205,8 +206,18 @@ class WeightTransferEngine:
         """Whether the weights are of no single version: from a first chunk until a good finish."""
         return bool(self.applied or self.torn)
 
+    def look_for_lost_devices(self) -> None:
+        """After an error: one that a device repeats is for good, until this process ends."""
+        try:
+            for worker in self.workers:
+                worker.synchronize()
+        except RuntimeError as exc:
+            self.lost = f"{worker.device} is lost, and only a new server process gets it back: {exc}"
+
     def unservable(self) -> str:
         """Why no completion can be made of these weights; empty where one can."""
+        if self.lost:
+            return self.lost
         if self.mixed:
             return "the weights are a mix: a sync is open, or failed; a full sync repairs them"
         worker = self.workers[0]
@@ -328,6 +339,8 @@ class WeightTransferEngine:
     def _session(self, call: str, messages: Sequence[Any] = ()) -> Iterator[None]:
         """Lets a call in or refuses it, and records how it ended: with `messages`, one a worker, if any."""
         nothing = [None] * len(self.workers)
+        if self.lost:
+            raise ValueError(self.lost)
         if refusal := self.workers[0].session.forbids(call):
             raise refusal
         try:
@@ -597,6 +610,7 @@ class App:
             log.warning("%s refused, 400: %s", call, exc)
             return _error(400, kind, str(exc), exc.param)
         except Exception as exc:
+            self.engine.look_for_lost_devices()
             # An unexpected error is ours: it gets its traceback, in the log only.
             expected = isinstance(exc, (ValueError, MemoryError))
             log.error("%s refused, 500: %s", call, exc, exc_info=not expected)
@@ -717,7 +731,7 @@ class App:
         return Reply(200, {"object": "list", "data": [model]})
 
     def health(self, call: str, request: Request) -> Reply:
-        return Reply(200)
+        return Reply(503 if self.engine.lost else 200)
 
     def version(self, call: str, request: Request) -> Reply:
         return Reply(200, {"version": protocol.VLLM})

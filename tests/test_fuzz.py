@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 import ipc_codec
 import server
 from protocol import GATE
 from server import App, Reply
+from test_roundtrip import Client, Server, needs_cuda, refused, with_args
 
 JSON = {"content-type": "application/json"}
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -114,9 +116,9 @@ def test_a_completion_has_so_many_rows_and_no_more(prompts, n):
 
 
 def test_json_of_many_values_is_refused_before_it_is_read():
-    """30 MB of empty lists would be 700 MB of Python's, made in one go, while nobody else is answered."""
+    """15 MB of empty lists would be 350 MB of Python's, made in one go, while nobody else is answered."""
     app = app_on()
-    bomb = b'{"update_info": {"names": [' + b"[]," * 10_000_000 + b"[]]}}"
+    bomb = b'{"update_info": {"names": [' + b"[]," * 5_000_000 + b"[]]}}"
     began = time.process_time()
     reply = post(app, UPDATE, bomb)
     assert time.process_time() - began < 1
@@ -124,7 +126,9 @@ def test_json_of_many_values_is_refused_before_it_is_read():
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**64), 10**5000, -(10**5000)], ids=["", "-", "5000", "-5000"])
-@pytest.mark.parametrize("form", ["%s", "\ufeff%s", '{"init_info":{"packed":%s}}', '{"x": [1,%s]}', '{"x":\t\r\n%s}'])
+@pytest.mark.parametrize(
+    "form", ["%s", "\ufeff%s", '{"init_info":{"packed":%s}}', '{"x": [1,%s]}', '{"x":\t\r\n%s}']
+)
 def test_an_integer_beyond_64_bits_is_found_wherever_it_stands(number, form):
     with all_digits():
         body = (form % number).encode()
@@ -146,3 +150,64 @@ def test_a_text_too_long_for_handles_is_refused_before_it_is_decoded():
     with pytest.raises(ipc_codec.HandleError, match="characters"):
         ipc_codec.decode_handles(text)
     assert time.process_time() - began < 0.1
+
+
+class LostDevice(server.Worker):
+    """A device that fails in mid-copy, and repeats its error ever after, as CUDA does after a bad read."""
+
+    works = True
+
+    def copy(self, names: Any, weights: Any) -> None:
+        self.works = False
+
+    def synchronize(self) -> None:
+        if not self.works:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_after_the_error_of_a_lost_device_health_is_503_and_every_call_says_so():
+    app = app_on()
+    app.engine.workers = [LostDevice(torch.device("cpu", 0))]
+    assert app.answer("GET", "/health", {}, b"") == Reply(200)
+    assert post(app, START).status == 200
+    assert post(app, UPDATE, {"update_info": update_of({"w": torch.ones(3)})}).status == 500
+    assert app.answer("GET", "/health", {}, b"") == Reply(503)
+    for target, body in [(INIT, {"init_info": {}}), (START, None), (FINISH, None), (SHUTDOWN, None)]:
+        reply = post(app, target, body)
+        assert reply.status == 500 and "lost" in reply.body["error"]["message"]
+    reply = post(app, "/v1/completions", {"prompt": "a"})
+    assert reply.status == 503 and "illegal memory access" in reply.body["error"]["message"]
+    assert app.answer("GET", "/version", {}, b"").status == 200
+
+
+def test_an_error_that_the_device_does_not_repeat_is_no_loss():
+    app = app_on()
+    assert post(app, START).status == 200
+    assert post(app, UPDATE, {"update_info": {}}).status == 500
+    assert app.answer("GET", "/health", {}, b"") == Reply(200)
+    assert post(app, START).status == 200
+
+
+def update_of(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    handles = ipc_codec.export_handles(weights, "cpu:0")
+    return {
+        "names": list(weights),
+        "dtype_names": [ipc_codec.dtype_name(weight.dtype) for weight in weights.values()],
+        "shapes": [list(weight.shape) for weight in weights.values()],
+        "ipc_handles_pickled": ipc_codec.encode_handles(handles),
+    }
+
+
+@needs_cuda
+def test_memory_that_lies_about_its_size_costs_the_device_and_the_server_says_so():
+    """A size beyond the mapped block cannot be seen from Python: the read fails on the device."""
+    with Server("cuda:0") as running:
+        client = Client(running)
+        client.begin()
+        info = client.unpacked({"w": torch.ones(4)})
+        elements = 1 << 30
+        lie = with_args(info, {1: (elements,), 2: (1,), 8: 4 * elements})
+        assert client.update(lie | {"shapes": [[elements]]}).status_code == 500
+        health = client.get("/health")
+        assert (health.status_code, health.content) == (503, b"")
+        assert "lost" in refused(client.post(START))
