@@ -956,11 +956,16 @@ def _export_cpu(tensor: torch.Tensor, index: int) -> tuple:
 
 def _share(storage: torch.UntypedStorage) -> bytes:
     """Moves a storage into shared memory in place; the name of its file. The data starts at byte 64."""
-    room, needed = os.statvfs(SHM), HEADER_BYTES + storage.nbytes()
-    left = room.f_bavail * room.f_frsize
-    if not storage.is_shared() and left < needed:  # a full tmpfs kills by SIGBUS
-        raise HandleError(f"{needed} bytes do not fit into {SHM}, which has {left} left (docker: --shm-size)")
-    _manager, name, _size = storage._share_filename_cpu_()
+    try:
+        room, needed = os.statvfs(SHM), HEADER_BYTES + storage.nbytes()
+        left = room.f_bavail * room.f_frsize
+        if not storage.is_shared() and left < needed:  # a full tmpfs kills by SIGBUS
+            raise HandleError(
+                f"{needed} bytes do not fit into {SHM}, which has {left} left (docker: --shm-size)"
+            )
+        _manager, name, _size = storage._share_filename_cpu_()
+    except (OSError, RuntimeError) as exc:
+        raise HandleError(f"no memory can be shared in {SHM} ({exc}); mount a tmpfs there") from exc
     return name
 
 

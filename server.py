@@ -25,6 +25,7 @@ import gc
 import http.client
 import http.server
 import importlib
+import ipaddress
 import itertools
 import json
 import logging
@@ -93,7 +94,12 @@ class Worker:
             self.weights = dict(self.model.state_dict())
 
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        return model().requires_grad_(False).eval().to(self.place)
+        try:
+            return model().requires_grad_(False).eval().to(self.place)
+        except (TypeError, AttributeError) as exc:
+            raise ValueError(
+                f"the model is no callable that gives a module without arguments: {exc}"
+            ) from exc
 
     def check(self, update: UpdateInfo) -> list[ipc_codec.IpcArgs]:
         """Everything that can be said before a device is touched. The exports; raises ValueError."""
@@ -1695,6 +1701,20 @@ def make_forwarder(options: argparse.Namespace) -> Server:
     return Forwarder((options.host, options.port), relay, forward)
 
 
+def open_to_others(host: str) -> str:
+    """A warning where others than this machine may come in; empty where not."""
+    try:
+        loopback = ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        loopback = False
+    if loopback:
+        return ""
+    return (
+        f"warning: on {host} whoever reaches this machine may overwrite the weights and make this process "
+        "read its memory; there is no authentication: let only those come in who may, or use 127.0.0.1"
+    )
+
+
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     """Runs the trainer against this witness, and judges it. Returns the exit code."""
     try:
@@ -1727,8 +1747,10 @@ def main() -> str | int | None:
         server = make_server(options)
     except ValueError as exc:
         return f"server.py: {exc}"
-    except OSError as exc:
+    except (OSError, OverflowError) as exc:
         return f"server.py: cannot start on {options.host}:{options.port}: {exc}"
+    if warning := open_to_others(options.host):
+        print(f"server.py: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.freeze()  # what is here now stays: a collection need not look at it during a sync
     url = f"http://{options.host}:{server.server_port}"
