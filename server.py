@@ -814,11 +814,11 @@ class Asked:
         if body.get("model") not in (None, model):
             seen = reprlib.repr(body["model"])
             raise BadRequest(f"the model {seen} does not exist; {model!r} does", "body.model")
-        prompt = body.get("prompt")
+        prompt: Any = body.get("prompt")
         many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
         if many and len(prompt) > MAX_ROWS:
             raise BadRequest(f"there are {len(prompt)} prompts; {MAX_ROWS} sequences at most", "body.prompt")
-        prompts = [_token_ids(one) for one in (prompt if many else [prompt])]  # type: ignore[union-attr]
+        prompts = [_token_ids(one) for one in (prompt if many else [prompt])]
         return cls(
             prompts,
             model,
