@@ -2683,7 +2683,7 @@ def _(peer):
     peer.should(body.keys() == {"version"} and isinstance(body["version"], str), f"version: {body}")
 
 
-@case("route.completions", "sync-unpacked")
+@case("route.completions", "refusal.any", "sync-unpacked")
 def _(peer):
     """A greedy completion has a text, and has it again."""
     peer.put("A")
