@@ -246,11 +246,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Between, Between]]:
     """A forwarder before a real server with one worker, and one before a scripted server."""
     folder = tmp_path_factory.mktemp("forward")
-    upstream = Scripted()
-    patched = Between(folder, upstream, "server.UPSTREAM_SECONDS, server.KEPT_SECONDS = 0.5, 0.3")
-    with Faulty(folder, "cpu:0") as faulty, Between(folder, faulty) as before_one, patched as scripted:
-        yield before_one, scripted
-    upstream.shutdown()
+    with contextlib.ExitStack() as stack:
+        upstream = Scripted()
+        stack.callback(upstream.shutdown)
+        scripted = Between(folder, upstream, "server.UPSTREAM_SECONDS, server.KEPT_SECONDS = 0.5, 0.3")
+        stack.push(scripted.__exit__)  # from here on: also where another does not start
+        faulty = stack.enter_context(Faulty(folder, "cpu:0"))
+        before_one = stack.enter_context(Between(folder, faulty))
+        yield before_one, scripted.__enter__()
 
 
 @pytest.fixture
@@ -989,6 +992,8 @@ def test_what_was_heard_is_written_however_it_ends(tmp_path, number):
         client = Client(between)
         with faulty.fault("never releases"):
             client.sync(pair())
+            if number == "SIGKILL":  # what it has not told its child by then is lost
+                await_true(lambda: "finish_weight_update: 200" in between.stderr())
             os.kill(between.process.pid, getattr(signal, number))
             between.process.wait(PATIENCE)
         await_true(lambda: between.lines()[-1]["call"] == "finish_weight_update")
