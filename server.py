@@ -1202,7 +1202,7 @@ def _fork(run: Callable[[int], None]) -> tuple[int, int]:
         os.close(ours)
         for number in (signal.SIGINT, signal.SIGTERM):  # may go to both; then the rest is still written
             signal.signal(number, signal.SIG_IGN)
-        os.nice(5)
+        os.nice(12)  # a call goes before what is written of it
         run(theirs)
     finally:
         os._exit(0)
