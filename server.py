@@ -1554,13 +1554,13 @@ class Observer:
         self.past |= {export: one.syncs for export, one in lent.items()}
         for export in list(itertools.islice(self.past, max(0, len(self.past) - EXPORTS_KEPT))):
             del self.past[export]
-        later = self._later(lent, said.ended)
+        after = [export.counter(said.after) for export in lent]
+        later = self._later(list(lent), after, said.ended)
         uses: Counter[tuple[bytes, int]] = Counter()  # a counter that is used twice is counted down twice
         for export, one in lent.items():
             uses[export.file, export.slot] += one.times
         columns: dict[str, list[Any]] = {key: [] for key in ("names", "syncs", "held", "after", "later")}
-        for (export, one), last in zip(lent.items(), later, strict=True):
-            counts = [export.counter(said.after), last]
+        for (export, one), *counts in zip(lent.items(), after, later, strict=True):
             early = _released_early(one, export.counter(said.before), counts[0])
             if uses[export.file, export.slot] > 1 or not one.now:
                 counts = [n if n and n > 0 else None for n in counts]
@@ -1569,15 +1569,22 @@ class Observer:
         return columns
 
     @staticmethod
-    def _later(lent: Iterable[Export], ended: float) -> list[int | None]:
-        """The counters when none is 1 any more, or when the grace has passed: at once, if it has already."""
-        exports = list(lent)
+    def _later(exports: Sequence[Export], after: Sequence[int | None], ended: float) -> list[int | None]:
+        """Those of the counters that were not 0, when none is 1 any more, or when the grace has passed.
+
+        A counter that was 0 is over: what changes it then belongs to another sync, as does a negative one.
+        """
+        open_then = [
+            export for export, count in zip(exports, after, strict=True) if count is None or count > 0
+        ]
         while True:
-            counters = read_counters({export.file: None for export in exports})
-            counts = [export.counter(counters) for export in exports]
-            if 1 not in counts or time.monotonic() > ended + GRACE_SECONDS:
-                return counts
+            counters = read_counters({export.file: None for export in open_then})
+            now = {export: export.counter(counters) for export in open_then}
+            if 1 not in now.values() or time.monotonic() > ended + GRACE_SECONDS:
+                break
             time.sleep(0.02)
+        seen = {export: n and max(n, 0) for export, n in now.items()}
+        return [seen.get(export, count) for export, count in zip(exports, after, strict=True)]
 
 
 def _released_early(lent: Lent, before: int | None, after: int | None) -> int | None:

@@ -798,6 +798,31 @@ def test_counters_that_cannot_be_seen_are_said_once_and_the_rest_is_judged(scrip
     t.give_up()
 
 
+@pytest.mark.parametrize(("after", "now", "says"), [(0, -1, ""), (0, 1, ""), (1, -1, "released too late")])
+def test_what_comes_after_a_finish_is_not_held_against_it(tmp_path, after, now, says):
+    """The observer may be late: then the next sync has been there, and used the same export."""
+    path = tmp_path / "said.jsonl"
+    observer = server.Observer(str(path), "http://x", 1)
+    body, lent = prepared(1)
+    (args,) = lent[1][0].values()
+    file, at = Path("/dev/shm" + args[11].decode()), 64 + 8 * args[12]
+
+    def counting(count: int) -> server.Counters:
+        return {args[11]: file.read_bytes()[:at] + count.to_bytes(8, "little", signed=True)}
+
+    with file.open("r+b") as counters:
+        counters.seek(at)
+        counters.write(now.to_bytes(8, "little", signed=True))
+    for call, sent, count in (("start", b"", 1), ("update", body, 1), ("finish", b"", after)):
+        name = {"update": "update_weights"}.get(call, f"{call}_weight_update")
+        files = counting(count)
+        observer._write(observer._hear(server.Said(name, JSON, sent, 200, b"{}", 0.0, 0.0, files, files)))
+    header, *lines = [json.loads(text) for text in path.read_text().splitlines()]
+    seen = [(f.party, f.rule.id, f.seen) for f in protocol.check([header, init_line(), *lines])]
+    assert [(party, rule) for party, rule, _ in seen] == [("server", "export.released")] * bool(says)
+    assert all(says in what for *_, what in seen)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_said_is_written_down_and_judged(tmp_path, seed):
     rng = random.Random(seed)
