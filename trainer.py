@@ -46,7 +46,7 @@ from torch.nn import functional
 
 import ipc_codec
 from ipc_codec import HandleError, PackedBuffer
-from protocol import GATE, UpdateInfo, merge_handles, plan_chunks
+from protocol import GATE, NO_ANSWER, UpdateInfo, merge_handles, plan_chunks
 
 STEPS = 24
 TIMEOUT = 300.0  # seconds a call may take
@@ -944,7 +944,7 @@ def _settle_unopened(parts: list[Part], ranks: Ranks, progress: Progress) -> Non
 def _answered(exc: BaseException) -> bool:
     """Whether no request is under way: the server answered, or was not asked."""
     if isinstance(exc, SyncError):
-        return exc.status is not None or isinstance(exc, RankError)
+        return exc.status not in (None, *NO_ANSWER) or isinstance(exc, RankError)
     return isinstance(exc, Exception)
 
 
