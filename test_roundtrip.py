@@ -60,7 +60,9 @@ both_modes = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "
 def bits(tensor):
     """The logical row-major bytes of a tensor."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return bytes(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).tolist())  # any stride of one element
+    return bytes(
+        plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).tolist()
+    )  # any stride of one element
 
 
 def digests(weights):

@@ -22,6 +22,7 @@ def test_a_preset_has_the_tensors_and_bytes_of_its_checkpoint(preset, tensors, g
     assert round(sum(map(BENCHMARK["size_of"], shapes.values())) / 1e9, 2) == gigabytes
 
 
+@pytest.mark.long
 def test_a_tiny_run_shows_every_phase():
     """A function that PHASES names and a sync no longer calls would leave its phase at 0."""
     command = [sys.executable, SCRIPT, "--device", "cpu", "--scale", "0.001", "--syncs", "1", "--json"]

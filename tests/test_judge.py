@@ -1390,6 +1390,7 @@ def big_transcript(count: int) -> list[dict[str, Any]]:
     return [*lines, FINISH_LINE | {"seen": seen(whole | {"held": [1] * count, "after": [0] * count})}]
 
 
+@pytest.mark.long
 def test_ten_thousand_exchanges_are_judged_in_under_two_seconds(tmp_path):
     lines = big_transcript(10_000)
     path = tmp_path / "big.jsonl"
@@ -1625,8 +1626,8 @@ JUDGED: dict[str, tuple[list[str], str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def judged_runs(tmp_path_factory: Any) -> Iterator[dict[str, Future]]:
-    """Every run of JUDGED, two at a time."""
+def judged_runs(request: Any, tmp_path_factory: Any) -> Iterator[dict[str, Future]]:
+    """The runs of JUDGED that a selected test wants, two at a time."""
     folder = tmp_path_factory.mktemp("judged")
     torch.save({"a": torch.ones(4), "b": torch.zeros(2, 3)}, folder / "weights.pt")
     (folder / "starts_twice.py").write_text(STARTS_TWICE)
@@ -1639,24 +1640,36 @@ def judged_runs(tmp_path_factory: Any) -> Iterator[dict[str, Future]]:
         fixed = ["--device", "cpu", "--transcript", transcript]
         return run("server.py", *fixed, *options, "--judge", command)
 
+    names = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(judge, name) for name in JUDGED}
+        yield {name: pool.submit(judge, name) for name in JUDGED if name in names}
 
 
-@pytest.mark.parametrize("name", JUDGED)
+IN_CI = ("clean, packed, strict", "starts twice", "no such command")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_CI)) for name in JUDGED]
+)
 def test_the_exit_code_of_the_judge(judged_runs, name):
     ended = judged_runs[name].result()
     assert ended.returncode == JUDGED[name][2], ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_the_judge_says_what_it_found(judged_runs):
-    *_, sentence = judged_runs["starts twice"].result().stdout.splitlines()
-    assert "trainer broke start.one-at-a-time" in sentence
-    *_, sentence = judged_runs["clean"].result().stdout.splitlines()
-    assert "nothing found" in sentence
-    *_, sentence = judged_runs["nothing"].result().stdout.splitlines()
-    assert "it has no exchange" in sentence
+SENTENCES = {
+    "starts twice": "trainer broke start.one-at-a-time",
+    "clean, packed, strict": "nothing found",
+    "nothing": "it has no exchange",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_CI)) for name in SENTENCES]
+)
+def test_the_judge_says_what_it_found(judged_runs, name):
+    *_, sentence = judged_runs[name].result().stdout.splitlines()
+    assert SENTENCES[name] in sentence
 
 
 if __name__ == "__main__":
