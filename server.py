@@ -25,6 +25,7 @@ import gc
 import http.client
 import http.server
 import importlib
+import io
 import ipaddress
 import itertools
 import json
@@ -59,7 +60,10 @@ from protocol import GATE, BadRequest, InitInfo, UpdateInfo, required
 
 PAUSE_MODES = ("abort", "wait", "keep")
 IDLE_SECONDS = 5  # a kept-alive connection without a request is closed after this, as vLLM does
+HEAD_SECONDS = 15  # a request's line and headers are there by then, however little comes at a time
 BODY_SECONDS = 60  # a body that pauses for longer than this is given up
+SLOWEST = 1 << 20  # and one that brings fewer bytes a second, after that time
+MAX_CONNECTIONS = 900  # each is a thread and a descriptor, of which a process has 1,024 by default
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
 MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
@@ -984,6 +988,30 @@ def _bytes(count: int) -> str:
 # --- The socket --------------------------------------------------------------------------------------
 
 
+class Patience(io.RawIOBase):
+    """What a client sends, for as long as it is waited for: a pause has its limit, and so has the whole."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.wait(IDLE_SECONDS, HEAD_SECONDS)
+
+    def wait(self, pause: float, whole: float) -> None:
+        self.pause, self.deadline = pause, time.monotonic() + whole
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the client was too slow")
+        self.connection.settimeout(min(self.pause, left))
+        try:
+            return self.connection.recv_into(buffer)
+        finally:
+            self.connection.settimeout(IDLE_SECONDS)  # of writes
+
+
 class Connection(http.server.BaseHTTPRequestHandler):
     """HTTP/1.1 with keep-alive: reads a request, hands it to `App.answer`, writes the reply at once."""
 
@@ -992,6 +1020,16 @@ class Connection(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1  # buffered: one write a reply
     app: App
+
+    def setup(self) -> None:
+        super().setup()
+        self.patience = Patience(self.connection)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(self.patience)
+
+    def handle_one_request(self) -> None:
+        self.patience.wait(IDLE_SECONDS, HEAD_SECONDS)
+        super().handle_one_request()
 
     def serve(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -1021,9 +1059,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
         if int(length) > (most := self.app.max_body_bytes):
             message = f"the body has {int(length):,} bytes, the server reads {most:,} (--max-body-bytes)"
             return _error(413, "Content Too Large", message, None)
-        self.connection.settimeout(BODY_SECONDS)
+        self.patience.wait(BODY_SECONDS, BODY_SECONDS + int(length) / SLOWEST)
         body = self.rfile.read(int(length))
-        self.connection.settimeout(IDLE_SECONDS)
         if len(body) < int(length):
             raise ConnectionAbortedError("the client hung up in mid-body")
         return body
@@ -1058,7 +1095,11 @@ class Connection(http.server.BaseHTTPRequestHandler):
 
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 1024  # what comes in a burst beyond it would be tried again after a second
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """One too many is closed at once: out of descriptors, the loop that accepts would spin."""
+        return threading.active_count() < MAX_CONNECTIONS
 
 
 # --- In between: passes on to a real server, and looks from outside -----------------------------------

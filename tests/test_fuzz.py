@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
+import os
+import re
+import select
+import socket
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +30,7 @@ import ipc_codec
 import server
 from protocol import GATE
 from server import App, Reply
-from test_roundtrip import Client, Server, needs_cuda, refused, with_args
+from test_roundtrip import Client, Server, digests, needs_cuda, refused, with_args
 
 JSON = {"content-type": "application/json"}
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -211,3 +218,100 @@ def test_memory_that_lies_about_its_size_costs_the_device_and_the_server_says_so
         health = client.get("/health")
         assert (health.status_code, health.content) == (503, b"")
         assert "lost" in refused(client.post(START))
+
+
+# ---- clients that are slow, many, or talk nonsense -------------------------------------------------------
+
+PATIENCE = {"IDLE_SECONDS": 3, "HEAD_SECONDS": 4, "BODY_SECONDS": 4, "MAX_CONNECTIONS": 600}
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """A server whose time-outs are short."""
+    patch = "".join(f"server.{name} = {value};" for name, value in PATIENCE.items())
+    with Server("cpu", program=("-c", f"import server, sys; {patch} sys.exit(server.main())")) as running:
+        yield running
+
+
+def footprint(running: Server) -> tuple[int, int]:
+    """The server's threads and open files."""
+    [threads] = re.findall(r"Threads:\s*(\d+)", Path(f"/proc/{running.process.pid}/status").read_text())
+    return int(threads), len(os.listdir(f"/proc/{running.process.pid}/fd"))
+
+
+def until(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(true)
+
+
+def connect(running: Server, first: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+    sock.sendall(first)
+    return sock
+
+
+HEAD = b"POST /update_weights HTTP/1.1\r\nhost: x\r\n"
+BEGUN = {
+    "nothing": b"",
+    "half a line": b"POST /upd",
+    "half of the headers": HEAD,
+    "half a body": HEAD + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{",
+    "a gigabyte to come": HEAD + b"content-length: %d\r\n\r\n" % (1 << 30),
+    "expecting 100": HEAD + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n",
+}
+ENDLESS = {"half of the headers": b"x-more: 1\r\n", "half a line": b"x", "half a body": b" "}
+
+
+def dripped(running: Server, begun: str, drop: bytes) -> float:
+    """Seconds until the server gives up a client that sends a little now and then, and never ends."""
+    began = time.monotonic()
+    with connect(running, BEGUN[begun]) as sock, contextlib.suppress(OSError):
+        while time.monotonic() - began < 10:
+            if select.select([sock], [], [], 0.3)[0] and not sock.recv(1 << 16):
+                break
+            sock.sendall(drop)
+    return time.monotonic() - began
+
+
+def test_neither_slow_nor_half_open_clients_hold_anyone_up_or_stay(impatient):
+    """500 connections that begin and do not go on, three that drip; meanwhile a trainer syncs."""
+    client = Client(impatient)
+    client.sync({"w": torch.arange(9.0)})
+    before = footprint(impatient)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        drips = [pool.submit(dripped, impatient, *endless) for endless in ENDLESS.items()]
+        for begun in itertools.islice(itertools.cycle(BEGUN.values()), 500):
+            stack.enter_context(connect(impatient, begun))
+        began = time.monotonic()
+        assert until(lambda: footprint(impatient)[0] > before[0] + 490, 2), "they are all there"
+        assert client.get("/health").status_code == 200
+        client.sync({"w": torch.arange(9.0) + 1}, packed=True)
+        assert time.monotonic() - began < 2
+        assert client.checksums() == digests({"w": torch.arange(9.0) + 1})
+        assert max(drip.result() for drip in drips) < 8
+    client.http.close()
+    assert until(lambda: footprint(impatient) <= before, 10), (before, footprint(impatient))
+    client.give_up()
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_server_serves_on(impatient):
+    before = footprint(impatient)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(impatient)) for _ in range(PATIENCE["MAX_CONNECTIONS"] + 100)]
+        poll = select.poll()  # the descriptors may be beyond what select takes
+        for sock in socks:
+            poll.register(sock, select.POLLRDHUP)
+        assert until(lambda: len(poll.poll(0)) >= 100, 2.5)
+        assert footprint(impatient)[0] < before[0] + PATIENCE["MAX_CONNECTIONS"]
+    assert until(lambda: footprint(impatient) <= before, 10), (before, footprint(impatient))
+    assert Client(impatient).get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("length", [1 << 30, (1 << 30) + 1])
+def test_a_body_over_the_limit_is_413_before_it_is_read(impatient, length):
+    with connect(impatient, HEAD + b"content-length: %d\r\n\r\n" % length) as sock:
+        answered = bool(select.select([sock], [], [], 0.5)[0])
+        assert answered == (length > 1 << 30)
+        assert not answered or sock.recv(100).startswith(b"HTTP/1.1 413 ")
