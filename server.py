@@ -139,10 +139,17 @@ class Worker:
 
     def make_room(self, update: UpdateInfo) -> dict[str, Tensor]:
         """Memory for the names that are new here; nothing is held under them yet."""
+        new = [
+            (row, size)
+            for row, size in zip(update.rows, update.sizes, strict=True)
+            if row[0] not in self.weights
+        ]
+        needed = sum(size for _row, size in new)
+        if self.device.type == "cpu" and needed > (free := _free_memory() if new else 0):
+            raise MemoryError(f"{needed:,} bytes are needed for new names, and {free:,} are there")
         return {
             name: torch.empty(shape, dtype=ipc_codec.parse_dtype(dtype), device=self.place)
-            for name, dtype, shape in update.rows
-            if name not in self.weights
+            for (name, dtype, shape), _size in new
         }
 
     def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
@@ -160,6 +167,12 @@ class Worker:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _free_memory() -> int:
+    """Bytes. The kernel gives out more than there is, and kills whoever then uses it."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 
 
 def _handles_of(update: UpdateInfo) -> Any:

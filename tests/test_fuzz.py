@@ -220,6 +220,18 @@ def test_memory_that_lies_about_its_size_costs_the_device_and_the_server_says_so
         assert "lost" in refused(client.post(START))
 
 
+@pytest.mark.parametrize("gigabytes", [1 << 8, 1 << 20])
+def test_four_bytes_that_are_expanded_to_more_than_there_is_are_refused(gigabytes):
+    """Without a GPU: the kernel would give out the memory, and end the process when it is written."""
+    app = app_on()
+    weight = torch.ones(1)
+    info = update_of({"w": weight.expand(gigabytes << 28)})
+    assert post(app, START).status == 200
+    reply = post(app, UPDATE, {"update_info": info})
+    assert reply.status == 500 and "bytes are needed" in reply.body["error"]["message"]
+    assert app.engine.workers[0].weights == {}
+
+
 # ---- clients that are slow, many, or talk nonsense -------------------------------------------------------
 
 PATIENCE = {"IDLE_SECONDS": 3, "HEAD_SECONDS": 4, "BODY_SECONDS": 4, "MAX_CONNECTIONS": 600}
