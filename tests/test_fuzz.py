@@ -10,27 +10,40 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
+import gc
 import itertools
 import json
+import logging
 import os
+import pickle
+import pickletools
+import random
 import re
 import select
 import socket
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 
 import ipc_codec
 import server
-from protocol import GATE
+import trainer
+from protocol import CALLS, GATE, SAID, merge_handles
 from server import App, Reply
-from test_roundtrip import Client, Server, digests, needs_cuda, refused, with_args
+from test_roundtrip import Client, Server, bits, digests, needs_cuda, noise, refused, with_args
 
 JSON = {"content-type": "application/json"}
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -232,6 +245,474 @@ def test_four_bytes_that_are_expanded_to_more_than_there_is_are_refused(gigabyte
     assert app.engine.workers[0].weights == {}
 
 
+# ---- the fuzzers: what is checked at every input ---------------------------------------------------------
+
+BRIEF, LONG_RUN = 1, 100  # how many times as many inputs
+each_length = pytest.mark.parametrize(
+    "times", [BRIEF, pytest.param(LONG_RUN, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+DONE = {
+    *("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"),
+    *("os.mkdir", "os.remove", "os.rename", "os.link", "os.symlink", "os.truncate", "os.kill", "os.putenv"),
+    *("socket.connect", "socket.bind", "exec", "compile", "pickle.find_class", "ctypes.dlopen"),
+}
+WRITING = os.O_CREAT | os.O_TRUNC | os.O_APPEND
+done: list[str] = []  # what should not be, since an input came
+
+
+def _watch(event: str, args: Any) -> None:
+    """Python tells of everything that it does to the world outside: nothing of this is to be done."""
+    if event in DONE or (event == "open" and isinstance(args[2], int) and args[2] & WRITING):
+        done.append(f"{event} {args!r:.200}")
+
+
+sys.addaudithook(_watch)
+
+
+class Log(logging.Handler):
+    """Errors of which the server says that it did not expect them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unexpected: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.unexpected.append(logging.Formatter().formatException(record.exc_info))
+
+
+def texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+GOOD: dict[str, Callable[[Any], bool]] = {  # the documented body of a 200
+    **{f"/{call}": lambda body, said=said: body == {"message": said} for call, said in SAID.items()},
+    "/pause": lambda body: body == {"status": "paused"},
+    "/resume": lambda body: body == {"status": "resumed"},
+    "/is_paused": lambda body: body.keys() == {"is_paused"} and type(body["is_paused"]) is bool,
+    "/get_world_size": lambda body: body.keys() == {"world_size"} and type(body["world_size"]) is int,
+    "/update_weight_version": lambda body: body.pop("success") is True and texts(body),
+    "/weight_info": lambda body: body.keys() == {"weight_version"} and texts(body),
+    "/weight_checker": lambda body: body.keys() in ({"checksums"}, {"match", "mismatches"}, {"status"}),
+    "/v1/completions": lambda body: body["object"] == "text_completion" and len(body["choices"]) > 0,
+    "/v1/models": lambda body: body["object"] == "list",
+    "/health": lambda body: body is None,
+    "/version": texts,
+}
+SYNC_CALLS = {f"/{call}" for call in CALLS}
+WRITES = {UPDATE, "/weight_checker"}  # a 200 of these may change weights
+
+
+class Target:
+    """An App with weights; `send` checks all that holds of any answer to anything."""
+
+    def __init__(self, app: App):
+        self.app = app
+        self.tried: Counter[str] = Counter()
+        self.statuses: Counter[int] = Counter()
+        self.slowest = 0.0
+        self.log = Log()
+        shapes = {"a": (torch.float32, 2, 3), "b": (torch.bfloat16, 4), "c": (torch.int32, 5)}
+        self.weights = {name: noise(*shape) for name, shape in shapes.items()}
+        self.names = {"a", "b", "c"} if app.engine.workers[0].takes_any_name else None
+        self.exports: dict[bool, dict[str, Any]] = {}
+
+    def __enter__(self) -> Target:
+        server.log.addHandler(self.log)
+        server.log.propagate = False
+        if self.names:
+            self.sync(packed=False)
+        self.forget()
+        self.kept = self.table()
+        self.before = self.world()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        server.log.removeHandler(self.log)
+        server.log.propagate = True
+        if kind is None:
+            if self.names:
+                for packed in (False, True):
+                    self.sync(packed)
+                self.forget()
+            assert until(lambda: self.world() == self.before, 2), (self.before, self.world())
+            report = {"tried": dict(self.tried), "statuses": {str(k): n for k, n in self.statuses.items()}}
+            print(json.dumps(report | {"slowest ms": round(1e3 * self.slowest, 1)}))
+
+    def world(self) -> dict[str, Any]:
+        """What is to be there after as before: threads, children, descriptors, files."""
+        gc.collect()
+        tasks = Path("/proc/self/task").iterdir()
+        files = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+        return {
+            "threads": threading.active_count(),
+            "children": "".join((task / "children").read_text() for task in tasks).split(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "shared memory": len(files),
+            "folder": sorted(os.listdir()),
+        }
+
+    def table(self) -> list[tuple[str, bytes]]:
+        """Every weight's bytes."""
+        weights = [item for worker in self.app.engine.workers for item in worker.weights.items()]
+        return [(name, weight.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, weight in weights]
+
+    def sync(self, packed: bool) -> None:
+        """A good one: it is taken, and exact."""
+        self.forget()
+        post(self.app, FINISH)
+        for target, body in [(INIT, {"init_info": {"packed": packed}}), (START, None)]:
+            assert post(self.app, target, body).status == 200
+        reply = post(self.app, UPDATE, {"update_info": self.encoded(self.lend(packed))})
+        assert reply.status == 200, reply
+        assert post(self.app, FINISH).status == 200
+        assert all(got == bits(self.weights[name]) for name, got in self.table())
+
+    def forget(self) -> None:
+        """Names that came in with an input that was good enough, and what it was lent."""
+        for handles in (export["handles"] for export in self.exports.values()):
+            for handle in handles if isinstance(handles, list) else [handles]:
+                for args in handle.values():  # whatever the server has made of the counter
+                    ipc_codec._counter_files[args[11]][args[12]] = 0
+        self.exports = {}
+        ipc_codec.ipc_collect()
+        for worker in self.app.engine.workers:
+            worker.weights = {name: w for name, w in worker.weights.items() if name in (self.names or name)}
+
+    def lend(self, packed: bool) -> dict[str, Any]:
+        """A good update_info, its handles not encoded yet."""
+        if packed not in self.exports:
+            devices = [worker.device for worker in self.app.engine.workers]
+            info: dict[str, Any] = {
+                "names": list(self.weights),
+                "dtype_names": [ipc_codec.dtype_name(weight.dtype) for weight in self.weights.values()],
+                "shapes": [list(weight.shape) for weight in self.weights.values()],
+            }
+            if packed:
+                buffer = torch.cat([w.reshape(-1).view(torch.uint8) for w in self.weights.values()])
+                info["tensor_sizes"] = [weight.nbytes for weight in self.weights.values()]
+                [handles] = merge_handles([ipc_codec.export_handles({"": buffer}, d) for d in devices])
+            else:
+                handles = merge_handles([ipc_codec.export_handles(self.weights, d) for d in devices])
+            self.exports[packed] = info | {"handles": handles}
+        return self.exports[packed]
+
+    @staticmethod
+    def encoded(info: dict[str, Any]) -> dict[str, Any]:
+        wire = {key: value for key, value in info.items() if key != "handles"}
+        return wire | {"ipc_handles_pickled": ipc_codec.encode_handles(info["handles"])}
+
+    def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """One input: answered soon, as documented; nothing is changed by what is refused."""
+        path = target.partition("?")[0]
+        done.clear()
+        began = time.thread_time()
+        reply = self.app.answer(method, target, headers, body)
+        self.slowest = max(self.slowest, took := time.thread_time() - began)
+        self.tried[path if path in server.ROUTES else "other"] += 1
+        self.statuses[reply.status] += 1
+        assert took < 1
+        assert not done and not self.log.unexpected, (done, self.log.unexpected)
+        self.check_form(path, reply)
+        now = self.table()
+        if reply.status == 200 and path in WRITES:
+            self.forget()
+            now = self.table()
+        else:
+            assert now == self.kept
+        self.kept = now
+        return reply
+
+    @staticmethod
+    def check_form(path: str, reply: Reply) -> None:
+        body = json.loads(json.dumps(reply.body))
+        if reply.status == 200:
+            assert GOOD[path](body), reply
+            return
+        assert len(text := json.dumps(body)) < 2000 and "Traceback" not in text, text
+        allowed = {400, 403, 404, 405} | ({500} if path in SYNC_CALLS else set())
+        assert reply.status in allowed | ({503} if path == "/v1/completions" else set()), (path, reply)
+        if body.keys() == {"detail"}:
+            assert reply.status in (400, 403, 404, 405) and texts(body), reply
+            return
+        error = body["error"]
+        assert reply.status not in (403, 404, 405) and body.keys() == {"error"}, reply
+        assert error.keys() == {"message", "type", "param", "code"} and error["code"] == reply.status
+        assert isinstance(error["message"], str) and error["message"], reply
+
+
+class Tiny(trainer.ByteLM):
+    context = 16
+
+    def __init__(self) -> None:
+        super().__init__(width=8, heads=1, layers=1)
+
+
+@pytest.fixture(params=["plain", "two workers", "a strict witness"])
+def target(request, tmp_path):
+    witness = request.param == "a strict witness"
+    transcript = tmp_path / "transcript.jsonl" if witness else None
+    devices = "cpu:0,cpu:1" if request.param == "two workers" else "cpu"
+    with Target(app_on(devices, transcript=transcript, strict=witness)) as target:
+        yield target
+    if transcript:
+        assert all(map(json.loads, transcript.read_text().splitlines()))
+
+
+# ---- the fuzzers: mutations of good requests -------------------------------------------------------------
+
+ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 3, 255, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, 2**64, 10**400),
+    *(0.5, -0.0, 1e308, float("inf"), float("nan"), "", "a", "\0", "\u00e9", "torch.load", "x" * 5000),
+    *([], [[]], {}, {"a": 1}, [None], ["a"], [1] * 70, [0, 1 << 62], [1 << 62, 1 << 62], [-1], [1.0]),
+    *([[[[[[[[[[1]]]]]]]]]], {"a": {"a": {"a": {"a": {"a": {}}}}}}, "A" * 4096, "gAN9Lg==", "bfloat16"),
+]
+ODD_ARGUMENTS: list[Any] = [
+    *ODD,
+    *(b"", bytes(64), bytes(66), b"cpu:", b"cpu:/torch_1_2_3", b"/torch_1_2_3", b"cpu:/../etc/passwd"),
+    *((), (1,) * 65, (1 << 62, 4), (-1,), (0,), (3, 2), (1 << 40,), ((), ()), {"a": ()}, [5], [[[[]]]]),
+    *("torch.Tensor", "torch.float64", torch.int8, torch.Tensor, torch.nn.Parameter, torch.UntypedStorage),
+]
+OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything inside."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [place for key, value in [*items] for place in [(tree, key), *places(value)]]
+
+
+def odd_json(chance: random.Random, tree: Any) -> Any:
+    """Something in it is replaced, dropped, doubled, or put where it does not belong."""
+    tree = copy.deepcopy(tree)
+    for _ in range(chance.randint(1, 2)):
+        where, key = chance.choice(places(tree) or [({"": 0}, "")])
+        how = chance.randrange(6)
+        if how == 0 and isinstance(where, dict):
+            where[chance.choice(["", "packed", "more", "ipc_handles", "tensor_sizes", "names"])] = where[key]
+        elif how == 1:
+            del where[key]
+        elif how == 2 and isinstance(where, list):
+            where.insert(key, where[key])
+        elif how == 3 and type(where[key]) is int:
+            where[key] += chance.choice([-1, 1, 1 << 40])
+        else:
+            where[key] = chance.choice(ODD)
+    return tree
+
+
+def odd_bytes(chance: random.Random, data: bytes) -> bytes:
+    """A few bytes are flipped, cut out, doubled or put in."""
+    out = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at, length = chance.randrange(len(out) + 1), chance.choice([1, 1, 2, 8, 100])
+        how = chance.randrange(4)
+        if how == 0 and at < len(out):
+            out[at] = chance.randrange(256)
+        elif how == 1:
+            del out[at : at + length]
+        elif how == 2:
+            out[at:at] = out[at : at + length]
+        else:
+            out[at:at] = chance.randbytes(length) if chance.random() < 0.5 else b'[{"},:]\\u0'[:length]
+    return bytes(out)
+
+
+def odd_pickle(chance: random.Random, payload: bytes) -> bytes:
+    """Opcodes are dropped, doubled, swapped, or come in with any argument."""
+    starts = [at for _, _, at in pickletools.genops(payload)]
+    ops = [payload[a:b] for a, b in itertools.pairwise([*starts, len(payload)])]
+    for _ in range(chance.randint(1, 3)):
+        at, other = chance.randrange(len(ops)), chance.randrange(len(ops))
+        how = chance.randrange(5)
+        if how == 0 and len(ops) > 1:
+            del ops[at]
+        elif how == 1:
+            ops.insert(at, ops[other])
+        elif how == 2:
+            ops[at], ops[other] = ops[other], ops[at]
+        elif how == 3:
+            ops.insert(at, chance.choice(OPCODES) + chance.randbytes(chance.choice([0, 0, 1, 2, 4, 8])))
+        else:
+            ops[at] = ops[at][:1] + chance.randbytes(len(ops[at]) - 1)
+    return b"".join(ops)
+
+
+def odd_argument(chance: random.Random, handles: Any, position: int) -> Any:
+    """That one of the fifteen is another, in one handle or in all."""
+    entries = handles if isinstance(handles, list) else [handles]
+    known = [arg for handle in entries for args in handle.values() for arg in args]
+    value = chance.choice([*ODD_ARGUMENTS, *known])
+    if type(known[position]) is int and chance.random() < 0.3:
+        value = known[position] + chance.choice([-4, -1, 1, 4, 1 << 33])
+    alone = chance.random() < 0.7
+
+    def changed(at: int, handle: Any) -> Any:
+        if alone and at:
+            return handle
+        return {u: (*args[:position], value, *args[position + 1 :]) for u, args in handle.items()}
+
+    mutated = [changed(at, handle) for at, handle in enumerate(entries)]
+    return mutated if isinstance(handles, list) else mutated[0]
+
+
+def with_text(info: dict[str, Any], text: str) -> bytes:
+    wire = {key: value for key, value in info.items() if key != "handles"} | {"ipc_handles_pickled": text}
+    return json.dumps({"update_info": wire}).encode()
+
+
+def an_update(chance: random.Random, kind: str, target: Target, position: int) -> bytes:
+    """A body for update_weights, wrong in some way (or, by chance, in none)."""
+    info = target.lend(packed=chance.random() < 0.5)
+    good = {"update_info": target.encoded(info)}
+    if kind == "bytes":
+        return odd_bytes(chance, json.dumps(good).encode())
+    if kind == "json":
+        rank_local = {"update_info": [good["update_info"]] * 2}
+        return json.dumps(odd_json(chance, good if chance.random() < 0.8 else rank_local)).encode()
+    text = good["update_info"]["ipc_handles_pickled"]
+    if kind == "base64":
+        return with_text(info, odd_bytes(chance, text.encode()).decode("latin-1"))
+    if kind == "pickle":
+        return with_text(info, base64.b64encode(odd_pickle(chance, base64.b64decode(text))).decode())
+    odd = odd_argument(chance, info["handles"], position)
+    return with_text(info, base64.b64encode(pickle.dumps(odd, chance.choice([3, 4, 4, 5]))).decode())
+
+
+@each_length
+@pytest.mark.parametrize("kind", ["bytes", "json", "base64", "pickle", "arguments"])
+def test_mutated_updates(target, kind, times):
+    chance = random.Random(f"{kind} {times}")
+    for at in range(75 * times):
+        packed = at % 2 == 0
+        body = an_update(chance, kind, target, position=at // 2 % 15)
+        mode = b"true" if chance.random() < 0.9 and b"tensor_sizes" in body else b"false"
+        target.send("POST", INIT, JSON, b'{"init_info": {"packed": %s}}' % mode)
+        target.send("POST", START, {}, b"")
+        target.send("POST", UPDATE, JSON, body)
+        if packed and chance.random() < 0.3:
+            target.send("POST", FINISH, {}, b"")
+    assert target.statuses[500] > 20 * times and (kind == "pickle" or target.statuses[200] > 75 * times)
+
+
+RECORDED: list[tuple[str, str, Any]] = [
+    ("POST", INIT, {"init_info": {"packed": True}}),
+    ("POST", START, None),
+    ("POST", FINISH, {"weight_version": "v"}),
+    ("POST", SHUTDOWN, None),
+    ("POST", "/start_draft_weight_update", None),
+    ("POST", "/pause?mode=keep", None),
+    ("POST", "/resume", None),
+    ("GET", "/is_paused", None),
+    ("GET", "/get_world_size?include_dp=true", None),
+    ("POST", "/update_weight_version", {"new_version": "v"}),
+    ("GET", "/weight_info", None),
+    ("POST", "/weight_checker", {"action": "checksum"}),
+    ("POST", "/weight_checker", {"action": "compare", "baseline": {"dp0:pp0:pcp0:tp0:a": "00"}}),
+    ("POST", "/weight_checker", {"action": "reset"}),
+    ("POST", "/v1/completions", {
+        **{"model": "trainer:ByteLM", "prompt": ["ab", "c"], "max_tokens": 3, "temperature": 0.5, "seed": 1},
+        **{"n": 2, "logprobs": 0, "stream": False, "stop": None, "top_p": 1},
+    }),
+    ("GET", "/v1/models", None),
+    ("GET", "/health", None),
+    ("GET", "/version", None),
+]  # fmt: skip
+METHODS = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "get", "", "\0"]
+TYPES = ["application/json; charset=utf-16", "application/x+json", "text/plain", "", "\xff", "json"]
+Asked = tuple[str, str, dict[str, str], bytes]
+
+
+def a_request(chance: random.Random, method: str, target: str, body: Any) -> Asked:
+    """One of these, wrong somewhere."""
+    headers = {"content-type": "application/json", "host": "127.0.0.1:8000"}
+    data = b"" if body is None else json.dumps(body).encode()
+    how = chance.randrange(8)
+    if how == 0:
+        method = chance.choice(METHODS)
+    elif how == 1:
+        target = odd_bytes(chance, target.encode()).decode("latin-1")
+    elif how == 2:
+        headers["content-type"] = chance.choice(TYPES)
+    elif how == 3:
+        headers["origin"] = odd_bytes(chance, b"http://127.0.0.1:8000").decode("latin-1")
+    elif how == 4 or body is None:
+        data = odd_bytes(chance, data)
+    else:
+        data = json.dumps(odd_json(chance, body)).encode()
+    return method, target, headers, data
+
+
+@each_length
+@pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
+def test_mutated_requests_of_every_route(devices, times, monkeypatch):
+    monkeypatch.setattr(server, "QUEUE_SECONDS", 0.001)  # a completion that keep has queued
+    chance = random.Random(f"{devices} {times}")
+    app = app_on(devices, model=Tiny)
+    app.answer("POST", "/v1/completions", JSON, b'{"prompt": "a"}')  # what is made once is made
+    with Target(app) as target:
+        for at in range(400 * times):
+            target.send(*a_request(chance, *RECORDED[at % len(RECORDED)]))
+            if app.paused is not None and chance.random() < 0.5:
+                target.send("POST", "/resume", {}, b"")
+    assert min(target.statuses[status] for status in (200, 400, 403, 404, 405, 500)) > 2 * times
+
+
+# ---- the fuzzers: hypothesis -----------------------------------------------------------------------------
+
+KEYS = ["init_info", "update_info", "packed", "names", "dtype_names", "shapes", "ipc_handles_pickled"]
+KEYS += ["tensor_sizes", "ipc_handles", "weight_version", "new_version", "action", "baseline", "prompt", "n"]
+KEYS += ["max_tokens", "temperature", "seed", "logprobs", "model", "stop", "stream"]
+WORDS = ["checksum", "compare", "reset", "a", "b", "float32", "bfloat16", "int32", "gAN9Lg=="]
+PLAIN = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
+PLAIN |= st.sampled_from(WORDS)
+NAMED = st.sampled_from(KEYS) | st.text(max_size=3)
+TREES = st.recursive(
+    PLAIN, lambda t: st.lists(t, max_size=4) | st.dictionaries(NAMED, t, max_size=5), max_leaves=8
+)
+UPDATES = st.dictionaries(st.sampled_from(KEYS[3:9]), TREES, min_size=4)
+ENVELOPES = st.dictionaries(st.sampled_from(KEYS), TREES, max_size=4)
+ENVELOPES |= UPDATES.map(lambda info: {"update_info": info})
+PICKLES = st.lists(st.sampled_from(OPCODES) | st.binary(max_size=3), max_size=20)
+PICKLES = PICKLES.map(lambda ops: b"\x80\x04" + b"".join(ops) + b".")
+nowhere = tempfile.TemporaryDirectory()  # hypothesis keeps its tables of characters in a folder
+set_hypothesis_home_dir(nowhere.name)
+fuzz = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+
+
+@each_length
+def test_any_json_to_any_route(times, monkeypatch):
+    monkeypatch.setattr(server, "QUEUE_SECONDS", 0.001)
+    app = app_on(model=Tiny)
+    app.answer("POST", "/v1/completions", JSON, b'{"prompt": "a"}')
+    paths = sorted({path for path, (method, _) in server.ROUTES.items() if method == "POST"})
+
+    @settings(fuzz, max_examples=60 * times)
+    @given(st.sampled_from(paths), ENVELOPES | TREES, st.booleans())
+    def any_json(path, tree, started):
+        if started:
+            target.send("POST", START, {}, b"")
+        target.send("POST", path, JSON, json.dumps(tree).encode())
+
+    with Target(app) as target:
+        any_json()
+
+
+@each_length
+def test_any_pickle_in_a_good_update(times):
+    with Target(app_on()) as target:
+        info = target.lend(packed=False)
+
+        @settings(fuzz, max_examples=200 * times)
+        @given(PICKLES | st.binary(max_size=40))
+        def any_pickle(payload):
+            target.send("POST", START, {}, b"")
+            target.send("POST", UPDATE, JSON, with_text(info, base64.b64encode(payload).decode()))
+
+        any_pickle()
+        assert set(target.statuses) == {200, 500}
+
+
 # ---- clients that are slow, many, or talk nonsense -------------------------------------------------------
 
 PATIENCE = {"IDLE_SECONDS": 3, "HEAD_SECONDS": 4, "BODY_SECONDS": 4, "MAX_CONNECTIONS": 600}
@@ -327,3 +808,52 @@ def test_a_body_over_the_limit_is_413_before_it_is_read(impatient, length):
         answered = bool(select.select([sock], [], [], 0.5)[0])
         assert answered == (length > 1 << 30)
         assert not answered or sock.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+RAW = [
+    b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"POST /pause?mode=keep HTTP/1.1\r\nhost: x\r\norigin: http://x\r\n\r\n",
+    b"GET /weight_info HTTP/1.0\r\n\r\n",
+    HEAD + b'content-type: application/json\r\ncontent-length: 19\r\n\r\n{"update_info": {}}',
+    HEAD.replace(UPDATE.encode(), INIT.encode())
+    + b'content-type: application/json\r\ncontent-length: 17\r\n\r\n{"init_info": {}}',
+    HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    HEAD + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n{}",
+]
+STATUSES = {100, 200, 400, 403, 404, 405, 411, 413, 414, 431, 500, 505}
+
+
+def said_to(running: Server, sent: bytes) -> bytes:
+    """All that comes back; the server closes the connection, at the latest when we have."""
+    received = b""
+    with connect(running) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(sent)
+        sock.shutdown(socket.SHUT_WR)
+        while piece := sock.recv(1 << 16):
+            received += piece
+    return received
+
+
+@each_length
+def test_mutated_bytes_on_a_socket(impatient, times):
+    client, chance, statuses = Client(impatient), random.Random(times), Counter[int]()
+    client.sync({"w": torch.arange(5.0)})
+    before, table = footprint(impatient), client.table()
+    for at in range(150 * times):
+        sent = odd_bytes(chance, RAW[at % len(RAW)] * chance.choice([1, 1, 2]))
+        began = time.monotonic()
+        received = said_to(impatient, sent)
+        assert time.monotonic() - began < 2
+        assert b"Traceback" not in received
+        found = re.match(rb"HTTP/1\.1 (\d+) ", received)
+        statuses[int(found[1]) if found else 0] += 1
+        assert found or not received or json.loads(received), sent  # HTTP/0.9 has no head
+    print(json.dumps({"socket": {str(status): n for status, n in sorted(statuses.items())}}))
+    assert set(statuses) - {0} <= STATUSES and statuses[0] < 50 * times
+    client.post("/resume")
+    assert client.table() == table and "Traceback" not in impatient.stderr()
+    client.sync({"w": torch.arange(5.0) + 1}, packed=True)
+    assert client.checksums() == digests({"w": torch.arange(5.0) + 1})
+    client.http.close()
+    assert until(lambda: footprint(impatient) <= before, 10), (before, footprint(impatient))
+    client.give_up()
