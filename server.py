@@ -68,6 +68,7 @@ MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
 MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
 LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
+MAX_MESSAGE = 1000  # characters: what was refused is not sent back whole
 MAX_ROWS = 1024  # sequences of one completion: prompts times n
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
 ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
@@ -630,13 +631,13 @@ class App:
             return _error(503, "ServiceUnavailableError", str(exc), None)
         except BadRequest as exc:
             kind = "Bad Request" if exc.param else "BadRequestError"
-            log.warning("%s refused, 400: %s", call, exc)
+            log.warning("%s refused, 400: %.1000s", call, exc)
             return _error(400, kind, str(exc), exc.param)
         except Exception as exc:
             self.engine.look_for_lost_devices()
             # An unexpected error is ours: it gets its traceback, in the log only.
             expected = isinstance(exc, (ValueError, MemoryError))
-            log.error("%s refused, 500: %s", call, exc, exc_info=not expected)
+            log.error("%s refused, 500: %.1000s", call, exc, exc_info=not expected)
             return _error(500, "InternalServerError", str(exc) or type(exc).__name__, None)
 
     # Handlers: (call, request) -> Reply
@@ -991,6 +992,7 @@ def _split(url: str) -> urllib.parse.SplitResult:
 
 
 def _error(status: int, kind: str, message: str, param: str | None) -> Reply:
+    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
     return Reply(status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
