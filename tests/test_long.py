@@ -3,7 +3,13 @@
 import gc
 import json
 import os
+import random
+import re
+import socket
+import statistics
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +23,7 @@ DEVICE = torch.device("cuda:0" if CUDA else "cpu:0")
 PLACE = torch.device("cuda:0" if CUDA else "cpu")
 GB = 8.6 if CUDA else 0.05
 both_modes = pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +63,11 @@ def footprint(server):
     if CUDA:
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(PLACE) if CUDA else (0, 0)
+    ours = tuple(f"torch_{pid}_" for pid in (os.getpid(), server.process.pid))
     return {
         "our files": len(os.listdir("/proc/self/fd")),
         "server's files": len(os.listdir(f"/proc/{server.process.pid}/fd")),
-        "shm files": len([name for name in os.listdir("/dev/shm") if name.startswith("torch_")]),
+        "shm files": sum(name.startswith(ours) for name in os.listdir("/dev/shm")),
         "device bytes": total - free,
         "our bytes": torch.cuda.memory_allocated(PLACE) if CUDA else len(ipc_codec._lent),
     }
@@ -104,3 +111,163 @@ def test_a_refused_sync_gives_the_memory_back(server, packed):
     report(test="refused sync", packed=packed, before=before, after=after)
     assert after["our bytes"] == before["our bytes"]
     assert client.checksums()
+
+
+SYNCS = 500 if CUDA else 2000
+WINDOW = 100
+BUFFERS = [4096, 5000, 16_384, 100_000, 1 << 20]  # bytes; the first hold no more than the largest tensor
+
+
+def layers(seed):
+    """Some 30 tensors of every size up to 4 kB, 60 kB together."""
+    chance, generator = random.Random(0), torch.Generator().manual_seed(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+    found = {}
+    for at in range(30):
+        nbytes = chance.randrange(0, 4097, 4)
+        raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        found[f"flat.{at}"] = raw.view(dtypes[at % 4]).to(PLACE)
+    return found
+
+
+class Broken(trainer.HTTPWeightSyncClient):
+    """Its updates are sent on as `change` makes them."""
+
+    def __init__(self, url, change):
+        super().__init__(url)
+        self.change = change
+
+    def update_weights(self, update_info):
+        super().update_weights(self.change(trainer._encoded(update_info)))
+
+
+def cut(info):
+    return info | {"ipc_handles_pickled": info["ipc_handles_pickled"][:-40]}
+
+
+def of_another_gpu(info):
+    handles = ipc_codec.decode_handles(info["ipc_handles_pickled"])
+    renamed = (
+        [{f"{uuid[:-1]}f": args for uuid, args in h.items()} for h in handles]
+        if type(handles) is list
+        else {}
+    )
+    return info | {"ipc_handles_pickled": ipc_codec.encode_handles(renamed)}
+
+
+def another_shape(info):
+    return info | {"shapes": [[1, *shape] for shape in info["shapes"]]}
+
+
+class InTheSecondChunk:
+    """A change that leaves the first chunk as it is."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, info):
+        self.count += 1
+        return info if self.count == 1 else cut(info)
+
+
+def refused_sync(change):
+    def run(server, packed, weights):
+        with pytest.raises(trainer.SyncError, match="the server answered 500"):
+            buffered(Broken(server.url, change()), weights, packed, 16_384)
+
+    return run
+
+
+def hang_up_in_mid_body(server, packed, weights):
+    head = (
+        b"POST /update_weights HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n"
+    )
+    trainer.HTTPWeightSyncClient(server.url).start_weight_update()
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(head + b'{"update_info": {')
+
+
+def die_after_the_start(server, packed, weights):
+    trainer.HTTPWeightSyncClient(server.url).start_weight_update()
+
+
+def die_between_two_chunks(server, packed, weights):
+    def stop(line):
+        if line == "chunk 1/1" or re.match("chunk 2/", line):
+            raise KeyboardInterrupt
+
+    client = trainer.HTTPWeightSyncClient(server.url)
+    client.init_weight_transfer_engine({"packed": True})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.send_weights_packed(client, weights, 16_384, device=DEVICE, start_wait=0, progress=stop)
+
+
+FAILURES = {
+    "a cut text": refused_sync(lambda: cut),
+    "another GPU's uuid": refused_sync(lambda: of_another_gpu),
+    "another shape": refused_sync(lambda: another_shape),
+    "a cut text in the second chunk": lambda server, packed, weights: refused_sync(InTheSecondChunk)(
+        server, True, weights
+    ),
+    "a client that hangs up in mid-body": hang_up_in_mid_body,
+    "a client that dies after the start": die_after_the_start,
+    "a client that dies between two chunks": die_between_two_chunks,
+}
+
+
+def buffered(client, weights, packed, size):
+    client.init_weight_transfer_engine({"packed": packed})
+    more = {"device": DEVICE, "start_wait": 0}
+    if packed:
+        return trainer.send_weights_packed(client, weights, size, **more)
+    return trainer.send_weights(client, weights, **more)
+
+
+def resident(pid):
+    [kilobytes] = re.findall(r"VmRSS:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(kilobytes)
+
+
+def everything(server):
+    """`footprint`, and threads and resident memory of both."""
+    found = footprint(server)
+    return found | {
+        "our threads": threading.active_count(),
+        "server's threads": len(os.listdir(f"/proc/{server.process.pid}/task")),
+        "our resident kB": resident(os.getpid()),
+        "server's resident kB": resident(server.process.pid),
+    }
+
+
+def test_thousands_of_syncs_stay_flat(server):
+    """Modes, buffer sizes and, every tenth time, failures alternate: all bytes arrive, nothing grows."""
+    client, chance = trainer.HTTPWeightSyncClient(server.url), random.Random(0)
+    versions = [layers(seed) for seed in range(4)]
+    expected = [{f"dp0:pp0:pcp0:tp0:{n}": ipc_codec.checksum(w) for n, w in v.items()} for v in versions]
+    seconds, failed, marks = [], [], {}
+    for at in range(SYNCS):
+        weights, packed = versions[at % 4], chance.random() < 0.5
+        if at % 10 == 9:
+            failed.append(chance.choice([*FAILURES]))
+            FAILURES[failed[-1]](server, packed, weights)
+            continue
+        began = time.monotonic()
+        buffered(client, weights, packed, chance.choice(BUFFERS))
+        seconds.append(time.monotonic() - began)
+        held = client.checksums()
+        assert all(held[name] == checksum for name, checksum in expected[at % 4].items())
+        if at in (WINDOW, SYNCS - 2):
+            marks[at] = everything(server)
+    [start, end] = marks.values()
+    first, last = (1e3 * statistics.median(part) for part in (seconds[:WINDOW], seconds[-WINDOW:]))
+    report(
+        test="flat",
+        syncs=SYNCS,
+        failed={name: failed.count(name) for name in FAILURES},
+        start=start,
+        end=end,
+        **{"median ms of the first 100": round(first, 2), "of the last 100": round(last, 2)},
+    )
+    for what, before in start.items():
+        assert end[what] <= before + (SYNCS * 4 if "resident" in what else 0), what
+    assert last < 1.5 * first + 1
