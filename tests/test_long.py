@@ -9,6 +9,7 @@ import socket
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,37 @@ def buffered(client, weights, packed, size):
     if packed:
         return trainer.send_weights_packed(client, weights, size, **more)
     return trainer.send_weights(client, weights, **more)
+
+
+def test_two_trainers_at_once_never_mix_their_bytes(tmp_path):
+    """Each waits for the other; the transcript has whole syncs of one of them, one after the other."""
+    told, transcript = {"one": [], "two": []}, tmp_path / "sync.jsonl"
+    with Server(str(DEVICE), "--transcript", str(transcript)) as running:
+
+        def sync_often(name):
+            client = trainer.HTTPWeightSyncClient(running.url)
+            weights = {f"{name}.{at}": weight for at, weight in enumerate(layers(len(told)).values())}
+            for at in range(10):
+                more = {"device": DEVICE, "weight_version": f"{name} {at}", "progress": told[name].append}
+                trainer.send_weights_packed(client, weights, 5000, **more)
+            return weights
+
+        trainer.HTTPWeightSyncClient(running.url).init_weight_transfer_engine({"packed": True})
+        with ThreadPoolExecutor(2) as pool:
+            weights = {name: weight for sent in pool.map(sync_often, told) for name, weight in sent.items()}
+        held = trainer.HTTPWeightSyncClient(running.url).checksums()
+    assert held == {f"dp0:pp0:pcp0:tp0:{name}": ipc_codec.checksum(w) for name, w in weights.items()}
+    assert any("another trainer may be at it" in line for line in told["one"] + told["two"])
+    lines = [json.loads(line) for line in transcript.read_text().splitlines()[1:]]
+    good, owners = [line for line in lines if line["status"] == 200], []
+    for line in good:
+        if line["call"] == "start_weight_update":
+            owners.append(set())
+        elif line["call"] == "update_weights":
+            owners[-1] |= {name.partition(".")[0] for name in line["body"]["update_info"]["names"]}
+    refused = len(lines) - len(good)
+    report(test="two trainers", syncs=len(owners), refused=refused, calls=len(lines))
+    assert sorted(map(sorted, owners)) == [["one"]] * 10 + [["two"]] * 10 and refused > 0
 
 
 def resident(pid):
