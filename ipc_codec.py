@@ -138,7 +138,7 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
     digest, and nothing as large as the tensor is made. Equal bytes have equal digests, and a witness
     compares no others: it is no hash for an adversary.
     """
-    parts = [_sums(_bytes_of(dense(tensor).contiguous())) for tensor in tensors]
+    parts = [_sums(dense(tensor).contiguous()) for tensor in tensors]
     if not parts:
         return []
     rows, columns, rest = map(_weighted, zip(*parts, strict=True))
@@ -152,25 +152,26 @@ def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-def _sums(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sums of the rows and of the columns of a nearly square matrix of words, and the bytes behind it."""
+    columns = 1 << (tensor.nbytes // 8).bit_length() // 2
+    rows = tensor.nbytes // 8 // columns
+    if tensor.nbytes == rows * columns * 8 and tensor.storage_offset() * tensor.itemsize % 8 == 0:
+        words = tensor.view(-1).view(torch.int64).view(rows, columns)
+        return words.sum(1), words.sum(0), words.view(-1)[:0]
+    flat = _bytes_of(tensor)
     flat = flat.clone() if flat.storage_offset() % 8 else flat
-    columns = 1 << (flat.numel() // 8).bit_length() // 2
-    rows = flat.numel() // 8 // columns
-    end = rows * columns * 8
-    words = flat[:end].view(torch.int64).view(rows, columns)
-    rest = flat[end:].long() if end < flat.numel() else NO_WORDS.to(flat.device)
-    return words.sum(1), words.sum(0), rest
-
-
-NO_WORDS = torch.empty(0, dtype=torch.int64)
+    words = flat[: rows * columns * 8].view(torch.int64).view(rows, columns)
+    return words.sum(1), words.sum(0), flat[rows * columns * 8 :].long()
 
 
 def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of each vector, every number times an odd one of its place; all in a few kernels."""
-    device = vectors[0].device
-    lengths = torch.tensor([vector.numel() for vector in vectors], device=device)
-    owner = torch.arange(len(vectors), device=device).repeat_interleave(lengths)
+    device, counts = vectors[0].device, [vector.numel() for vector in vectors]
+    lengths = torch.tensor(counts, device=device)
+    if not any(counts):
+        return torch.zeros_like(lengths)
+    owner = torch.arange(len(vectors), device=device).repeat_interleave(lengths, output_size=sum(counts))
     at = torch.arange(len(owner), device=device) - (lengths.cumsum(0) - lengths)[owner]
     weighted = torch.cat(list(vectors)) * ((at * -7046029254386353131) | 1)
     return torch.zeros_like(lengths).index_add_(0, owner, weighted)

@@ -1788,8 +1788,10 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    ended = trainer.wait()  # an interrupt ends this process, and so the trainer
-    server.shutdown()
+    try:
+        ended = trainer.wait()  # an interrupt ends this process, and so the trainer
+    finally:
+        server.shutdown()
     server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     return protocol.verdict(options.transcript, options.strict)
