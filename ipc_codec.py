@@ -157,7 +157,8 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     columns = 1 << (tensor.nbytes // 8).bit_length() // 2
     rows = tensor.nbytes // 8 // columns
     if tensor.nbytes == rows * columns * 8 and tensor.storage_offset() * tensor.itemsize % 8 == 0:
-        words = tensor.view(-1).view(torch.int64).view(rows, columns)
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
+        words = flat.view(torch.int64).view(rows, columns)
         return words.sum(1), words.sum(0), words.view(-1)[:0]
     flat = _bytes_of(tensor)
     flat = flat.clone() if flat.storage_offset() % 8 else flat
