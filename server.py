@@ -507,7 +507,7 @@ class Witness:
         for at, loans in enumerate(self.loans):
             exports = [loan.args for loan in loans]
             loans.clear()
-            self.seen[at]["after"] = list(map(ipc_codec.ref_count, exports))
+            self.seen[at]["after"] = ipc_codec.ref_counts(exports)
 
     def failed(self) -> None:
         """The session is over: nothing is kept that a failed update, or a chunk before it, has opened."""
@@ -540,9 +540,9 @@ def _counters(exports: Sequence[Any], loans: Sequence[Loan]) -> list[int | None]
     """Reference counters; None where the storage is open already: then torch releases the export at once."""
     storages = {_storage(loan.args) for loan in loans}
     counts: list[int | None] = []
-    for args in exports:
+    for args, count in zip(exports, ipc_codec.ref_counts(exports), strict=True):
         storage = _storage(args)
-        counts.append(None if storage in storages else ipc_codec.ref_count(args))
+        counts.append(None if storage in storages else count)
         storages.add(storage)
     return counts
 

@@ -700,7 +700,7 @@ def test_after_a_refusal_every_export_is_settled_and_reclaimed(fake, exports, pa
     with pytest.raises(SyncError, match=re.escape(BAD[bad][2])):
         send(HTTPWeightSyncClient(fake.url), small(device), packed, device=device, progress=told.append)
     assert len(exports) == (1 if packed else 3)
-    assert counters(exports) == {0}
+    assert counters(exports) <= {0, None}  # None: all that its file counted is over
     assert not ipc_codec._lent
     assert not any("lent" in line for line in told)
     gc.collect()
@@ -837,7 +837,7 @@ def test_every_kind_of_tensor_is_announced_and_arrives_exactly(server, exports, 
             verify(client, weights, pytest.fail)
             == f"identical: sha256 of {len(weights)} tensors, on every worker"
         )
-    assert counters(exports) == {0} and not ipc_codec._lent
+    assert counters(exports) <= {0, None} and not ipc_codec._lent
 
 
 @both_modes
