@@ -132,19 +132,17 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A 64-bit sum of each tensor's bytes, weighted by their places; computed on its device.
+    """A 64-bit sum of each tensor's bytes, weighted by place; computed on its device.
 
-    Its 64-bit words lie in a matrix, whose rows and columns are summed: one word that changed changes the
-    digest, and nothing as large as the tensor is made. Equal bytes have equal digests, and a witness
+    Of large tensors the 64-bit words of a row, 4 KiB, are summed first and have one weight: one word that
+    changed, or that is in another row, changes the digest. Equal bytes have equal digests, and a witness
     compares no others: it is no hash for an adversary.
     """
-    parts = [_sums(dense(tensor).contiguous()) for tensor in tensors]
+    parts = [_rows(dense(tensor).contiguous()) for tensor in tensors]
     if not parts:
         return []
-    rows, columns, rest = map(_weighted, zip(*parts, strict=True))
-    return (
-        rows + 2 * columns + rest
-    ).tolist()  # an odd weight for every word: no change is a multiple of 2^64
+    rows, rest = map(_weighted, zip(*parts, strict=True))
+    return (rows + 3 * rest).tolist()
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
@@ -152,22 +150,26 @@ def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums of the rows and of the columns of a nearly square matrix of words, and the bytes behind it."""
-    columns = 1 << (tensor.nbytes // 8).bit_length() // 2
-    rows = tensor.nbytes // 8 // columns
-    if tensor.nbytes == rows * columns * 8 and tensor.storage_offset() * tensor.itemsize % 8 == 0:
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
-        words = flat.view(torch.int64).view(rows, columns)
-        return words.sum(1), words.sum(0), words.view(-1)[:0]
-    flat = _bytes_of(tensor)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat
-    words = flat[: rows * columns * 8].view(torch.int64).view(rows, columns)
-    return words.sum(1), words.sum(0), flat[rows * columns * 8 :].long()
+ROW = 512  # words
+
+
+def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of each row of words (of a small tensor the words), and the bytes behind the last row."""
+    width = ROW if tensor.nbytes > 16 * ROW else 1
+    rest = tensor.nbytes % (8 * width)
+    if rest or tensor.storage_offset() * tensor.itemsize % 8:
+        flat = _bytes_of(tensor)
+        flat = flat.clone() if flat.storage_offset() % 8 else flat
+        words, behind = flat[: flat.numel() - rest].view(torch.int64), flat[flat.numel() - rest :].long()
+    else:
+        # One element may have any stride and be contiguous: torch would not view it.
+        words = tensor.as_strided((tensor.numel(),), (1,)).view(torch.int64)
+        behind = words[:0]
+    return words if width == 1 else words.view(-1, width).sum(1), behind
 
 
 def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of each vector, every number times an odd one of its place; all in a few kernels."""
+    """The sum of each vector, every number times an odd one of its place, in a few kernels for all."""
     device, counts = vectors[0].device, [vector.numel() for vector in vectors]
     lengths = torch.tensor(counts, device=device)
     if not any(counts):
