@@ -416,7 +416,7 @@ class Target:
 
     def send(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """One input: answered soon, as documented; nothing is changed by what is refused."""
-        path = target.partition("?")[0]
+        path = server._split(target).path  # tabs and line ends are no part of it
         done.clear()
         began = time.thread_time()
         reply = self.app.answer(method, target, headers, body)
@@ -699,7 +699,7 @@ def test_any_json_to_any_route(times, monkeypatch):
     app.answer("POST", "/v1/completions", JSON, b'{"prompt": "a"}')
     paths = sorted({path for path, (method, _) in server.ROUTES.items() if method == "POST"})
 
-    @settings(fuzz, max_examples=60 * times)
+    @settings(fuzz, max_examples=30 * times)
     @given(st.sampled_from(paths), ENVELOPES | TREES, st.booleans())
     def any_json(path, tree, started):
         if started:
@@ -727,7 +727,7 @@ def test_any_pickle_in_a_good_update(times):
 
 # ---- clients that are slow, many, or talk nonsense -------------------------------------------------------
 
-PATIENCE = {"IDLE_SECONDS": 3, "HEAD_SECONDS": 4, "BODY_SECONDS": 4, "MAX_CONNECTIONS": 600}
+PATIENCE = {"IDLE_SECONDS": 2, "HEAD_SECONDS": 3, "BODY_SECONDS": 3, "MAX_CONNECTIONS": 600}
 
 
 @pytest.fixture(scope="module")
@@ -795,7 +795,7 @@ def test_neither_slow_nor_half_open_clients_hold_anyone_up_or_stay(impatient):
         client.sync({"w": torch.arange(9.0) + 1}, packed=True)
         assert time.monotonic() - began < 2
         assert client.checksums() == digests({"w": torch.arange(9.0) + 1})
-        assert max(drip.result() for drip in drips) < 8
+        assert max(drip.result() for drip in drips) < 7
     client.http.close()
     assert until(lambda: footprint(impatient) <= before, 10), (before, footprint(impatient))
     client.give_up()
