@@ -28,6 +28,12 @@ MODEL = "import torch\ndef linear():\n    return torch.nn.Linear(3, 2)\nnumber =
 LINEAR = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.arange(2.0)}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_lent():
+    yield
+    ipc_codec.ipc_collect()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, and checkpoints that fit it and that do not."""
