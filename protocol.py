@@ -613,6 +613,10 @@ def _counts(**lists: Any) -> str:
     return ", ".join(f"{len(items)} {key}" for key, items in lists.items()) if differ else ""
 
 
+def _short(dtype: str, shape: Sequence[Any]) -> str:
+    return f"{dtype[:40]} {reprlib.repr(shape)}"
+
+
 def _seen(key: str, value: Any) -> str:
     return f"{key} is {reprlib.repr(value)}"
 
@@ -772,6 +776,10 @@ def _(update: UpdateInfo, session: Session) -> str:
     return ""
 
 
+def _gpus(handle: Mapping[str, Any]) -> str:
+    return ", ".join(uuid[:80] for uuid in itertools.islice(handle, 8)) or "no GPU"
+
+
 @rule("handle.this-gpu", MUST, "always", "ipc_engine.py:225")
 @broken_by(_handles(lambda uuid, args: ("00000000-0000-4000-8000-00000000dead", args)))
 def _(update: UpdateInfo, session: Session) -> str:
@@ -779,9 +787,9 @@ def _(update: UpdateInfo, session: Session) -> str:
     uuid, least = session.uuid, 1 if update.rank_local else session.workers
     for _at, label, handle in update.labelled:
         if uuid and uuid not in handle and uuid not in list(map(_plain_uuid, handle)):
-            return f"{label}: {reprlib.repr(list(handle))}, and the worker's GPU is {uuid}"
+            return f"{label}: {_gpus(handle)}, and the worker's GPU is {uuid}"
         if not uuid and len(handle) < least:
-            return f"{label}: {reprlib.repr(list(handle))}, and the server has {least} workers"
+            return f"{label}: {_gpus(handle)}, and the server has {least} workers"
     return ""
 
 
@@ -859,7 +867,7 @@ def _(update: UpdateInfo, session: Session) -> str:
         if at < len(said) and isinstance(args[DTYPE], str) and _is_list(args[TENSOR_SIZE]):
             has = (args[DTYPE].removeprefix("torch."), list(args[TENSOR_SIZE]))
             if has != said[at]:
-                return "{}: {} {} in the handle, {} {} in the update".format(label, *has, *said[at])
+                return f"{label}: {_short(*has)} in the handle, {_short(*said[at])} in the update"
     return ""
 
 
