@@ -188,7 +188,7 @@ def test_a_checkpoint_that_does_not_fit_names_the_parameter(words, linear, folde
 
 def test_another_gpu_is_named_by_its_uuid(words, linear, folder):
     said = words(trainer, linear.url, "--checkpoint", folder / "good.pt", "--device", "cpu:1")
-    sentence(said, "handle.this-gpu", ipc_codec.gpu_uuid("cpu:0"), "-000000000001'")
+    sentence(said, "handle.this-gpu", ipc_codec.gpu_uuid("cpu:0"), "c0dec0de-0000-4000-8000-000000000001")
 
 
 def test_a_trainer_on_the_cpu_and_a_server_on_a_gpu_are_told_apart():
