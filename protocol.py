@@ -14,7 +14,7 @@ the tests send every counter-example. Read on in `server.py` and `trainer.py`: o
     python protocol.py FILE         judge a transcript (`server.py --transcript` writes one): a line a
                                     finding, the rules held and broken, and what to do. Exit code 0:
                                     nothing found; 1: something (SHOULD counts with --strict only);
-                                    2: the file is empty, or no transcript
+                                    2: nothing can be judged: no update in it, or no transcript
 """
 
 from __future__ import annotations
@@ -747,9 +747,8 @@ def _(update: UpdateInfo, session: Session) -> str:
         return ""
     if session.packed or not isinstance(handles, list):
         fits = session.packed and isinstance(handles, dict)
-        return (
-            "" if fits else f"a {type(handles).__name__} in {'packed' if session.packed else 'unpacked'} mode"
-        )
+        mode = f"{'packed' if session.packed else 'unpacked'} mode, which init_weight_transfer_engine sets"
+        return "" if fits else f"a {type(handles).__name__} in {mode}"
     return next((f"a {type(h).__name__} in the list" for h in handles if not isinstance(h, dict)), "")
 
 
@@ -1300,7 +1299,7 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         out(f"{path}: cannot be judged: {exc}")
         return 2
     if not findings and not any(line.get("call") == "update_weights" for line in lines):
-        out(f"{path}: no update in it: nothing was exercised")
+        out(f"{path}: no update in it: nothing was exercised, nothing can be judged")
         return 2
     for finding in findings:
         out(str(finding))
@@ -1335,10 +1334,11 @@ def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -
         )
     first = (counted or findings)[0]
     grade = "" if counted else " (SHOULD: it works with vLLM, and does not count without --strict)"
-    return (
-        f"{exchanges} exchanges, {len(findings)} findings. Look first at line {first.at}: in {first.call} "
-        f"{first.party} broke {first.rule.id}: {first.rule.text}{grade}."
-    )
+    what = f"in {first.call} the {first.party} broke {first.rule.id}: {first.rule.text}{grade}"
+    if first.party == "unclear":
+        what = f"{first.call} was refused, and no rule says why, but the answer does: {first.seen[:200]}"
+    number = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
+    return f"{exchanges} exchanges, {number}. Look first at line {first.at} of the file: {what}."
 
 
 # --- Planning and merging ---------------------------------------------------------------------------

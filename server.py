@@ -7,7 +7,7 @@ the request (station 7), `WeightTransferEngine.update_weights` judges it and rea
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 python server.py
     ... python server.py --transcript sync.jsonl        a witness: `protocol.py sync.jsonl` judges it
     ... python server.py --judge 'COMMAND {url}'        runs that trainer, and judges it: exit code 0
-                                    clean, 1 findings, 2 nothing was exercised
+                                    clean, 1 findings, 2 nothing can be judged
     python server.py --forward http://vllm:8000 --transcript sync.jsonl        in between: passes every
                                     request on to a real server, and judges both sides
 
@@ -251,7 +251,8 @@ class WeightTransferEngine:
         if odd := sorted(wanted.keys() ^ worker.weights.keys()):
             side = "misses" if odd[0] in wanted else "has besides"
             return (
-                f"the weights are not {self.model_name}'s: the table {side} {odd[0]} and {len(odd) - 1} more"
+                f"the weights are not {self.model_name}'s: the table {side} {odd[0]} and {len(odd) - 1} "
+                "more; start the server with --model MODULE:CALLABLE to sample from another model"
             )
         for name, weight in worker.weights.items():
             if weight.shape != wanted[name].shape or weight.dtype != wanted[name].dtype:
@@ -1725,7 +1726,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="MODULE:CALLABLE", help="makes the model whose parameters are the weights")
     add("--strict", action="store_true", help="refuse what breaks a SHOULD as well")
     add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="413 over it (%(default)s)")
-    add("--hold-seconds", type=float, default=0, metavar="S", help="answer an update so much later")
+    add("--hold-seconds", type=float, default=0, metavar="S", help="delay each update's answer by S seconds")
     add("--transcript", metavar="FILE", help="write what was said and seen, for `protocol.py FILE` to judge")
     add(
         "--forward",
@@ -1794,7 +1795,10 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
         server.shutdown()
     server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
-    return protocol.verdict(options.transcript, options.strict)
+    verdict = protocol.verdict(options.transcript, options.strict)
+    if ended:
+        print(f"{command[0]} itself ended with exit code {ended}: its own output says why")
+    return verdict
 
 
 def _end_with_parent() -> None:

@@ -2,7 +2,7 @@
 
 Plain torch and requests; vLLM is not imported. Copy this file with its two leaves (`protocol.py`,
 `ipc_codec.py`) and change the first part: the model, the reward, the loop. The second part is the sync;
-read `send_weights` with a finger (stations 1 to 6, then 12), and go on at `App.answer` in `server.py`.
+read `send_weights` line by line (stations 1 to 6, then 12), and go on at `App.answer` in `server.py`.
 
     python trainer.py --spawn-server            GRPO on samples of the server; the reward rises only
                                                 because every sync reaches it
@@ -48,6 +48,7 @@ import ipc_codec
 from ipc_codec import HandleError, PackedBuffer
 from protocol import GATE, NO_ANSWER, UpdateInfo, merge_handles, plan_chunks
 
+URL = "http://127.0.0.1:8000"
 STEPS = 24
 TIMEOUT = 300.0  # seconds a call may take
 START_WAIT = 30.0  # seconds that another trainer is given to end its update
@@ -1059,7 +1060,10 @@ def spawned_server(device: str) -> Iterator[str]:
 
     Its log is shown only where the block fails.
     """
-    command = [sys.executable, str(Path(__file__).with_name("server.py")), "--port", "0", "--device", device]
+    program = Path(__file__).with_name("server.py")
+    if not program.exists():
+        raise SyncError(f"--spawn-server runs {program}, and that is not there: copy it, or give a URL")
+    command = [sys.executable, str(program), "--port", "0", "--device", device]
     environment = os.environ | {GATE: "1"}
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
@@ -1100,16 +1104,17 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("url", nargs="?", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
-    add("--spawn-server", action="store_true", help="run server.py as a child instead")
+    add("url", nargs="?", help=f"the server (default {URL})")
+    add("--spawn-server", action="store_true", help="run the server.py beside this file as a child instead")
     add("--steps", type=int, default=STEPS, metavar="N", help="of training (default %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of the training (default %(default)s)")
     add(
         "--checkpoint", type=Path, metavar="PATH", help="send this instead: .pt, .bin, .safetensors, a folder"
     )
     add("--packed", action="store_true", help="send through one buffer, chunk by chunk")
-    add("--packed-buffer-size-bytes", type=int, default=PACKED_BUFFER_SIZE_BYTES, metavar="N")
-    add("--device", default="auto", help="where the weights lie: auto, cpu, cuda or cuda:1")
+    size: dict[str, Any] = {"type": int, "default": PACKED_BUFFER_SIZE_BYTES, "metavar": "N"}
+    add("--packed-buffer-size-bytes", **size, help="of that buffer (default 1 GiB)")
+    add("--device", default="auto", help="where the weights lie: auto, cpu, cuda or cuda:1; one a process")
     add("--weight-version", metavar="V", help="the version the server publishes with these weights")
     add("--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds a call may take (%(default)g)")
     add(
@@ -1194,7 +1199,7 @@ def run(options: argparse.Namespace) -> None:
         def spawn(devices: list[str]) -> str:
             return stack.enter_context(spawned_server(",".join(devices)))
 
-        url = options.url
+        url = options.url or URL
         if options.spawn_server:
             url = ranks.together("spawn", lambda: str(device), spawn, SERVER_START_SECONDS)
         client = HTTPWeightSyncClient(url, options.timeout)
@@ -1203,7 +1208,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    options = build_parser().parse_args()
+    parser = build_parser()
+    options = parser.parse_args()
+    if options.url and options.spawn_server:
+        parser.error("a URL and --spawn-server: which server is meant?")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child is taken down
     gc.freeze()  # what was imported stays: a collection need not look at it during a sync
     who = "trainer.py" + (f", rank {os.environ['RANK']}" if "RANK" in os.environ else "")
