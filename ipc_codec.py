@@ -134,9 +134,9 @@ def checksum(tensor: torch.Tensor) -> str:
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A 64-bit sum of each tensor's bytes, weighted by place; computed on its device.
 
-    Of large tensors the 64-bit words of a row, 4 KiB, are summed first and have one weight: one word that
-    changed, or that is in another row, changes the digest. Equal bytes have equal digests, and a witness
-    compares no others: it is no hash for an adversary.
+    Of large tensors the words of a row, 4 KiB, are summed first and have one weight: words that only change
+    places inside a row are not seen. Equal bytes have equal digests, and a witness compares no others: it is
+    no hash for an adversary.
     """
     parts = [_rows(dense(tensor).contiguous()) for tensor in tensors]
     if not parts:
@@ -150,20 +150,20 @@ def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-ROW = 512  # words
+ROW = 1024  # words of 32 bits: the sum of a row overflows nothing, so that no change of high bits cancels
 
 
 def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of each row of words (of a small tensor the words), and the bytes behind the last row."""
-    width = ROW if tensor.nbytes > 16 * ROW else 1
-    rest = tensor.nbytes % (8 * width)
-    if rest or tensor.storage_offset() * tensor.itemsize % 8:
+    width = ROW if tensor.nbytes > 8 * ROW else 1
+    rest = tensor.nbytes % (4 * width)
+    if rest or tensor.storage_offset() * tensor.itemsize % 4:
         flat = _bytes_of(tensor)
-        flat = flat.clone() if flat.storage_offset() % 8 else flat
-        words, behind = flat[: flat.numel() - rest].view(torch.int64), flat[flat.numel() - rest :].long()
+        flat = flat.clone() if flat.storage_offset() % 4 else flat
+        words, behind = flat[: flat.numel() - rest].view(torch.int32), flat[flat.numel() - rest :]
     else:
         # One element may have any stride and be contiguous: torch would not view it.
-        words = tensor.as_strided((tensor.numel(),), (1,)).view(torch.int64)
+        words = tensor.as_strided((tensor.numel(),), (1,)).view(torch.int32)
         behind = words[:0]
     return words if width == 1 else words.view(-1, width).sum(1), behind
 
@@ -176,7 +176,7 @@ def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.zeros_like(lengths)
     owner = torch.arange(len(vectors), device=device).repeat_interleave(lengths, output_size=sum(counts))
     at = torch.arange(len(owner), device=device) - (lengths.cumsum(0) - lengths)[owner]
-    weighted = torch.cat(list(vectors)) * ((at * -7046029254386353131) | 1)
+    weighted = torch.cat(list(vectors)).long() * ((at * -7046029254386353131) | 1)
     return torch.zeros_like(lengths).index_add_(0, owner, weighted)
 
 
@@ -339,6 +339,8 @@ def arena(module: torch.nn.Module) -> torch.Tensor:
     """
     tensors = [tensor for group in (module.parameters(), module.buffers()) for tensor in group]
     storages = {dense(tensor).untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+        raise HandleError("the conj or neg flag of a tensor is not in its bytes; resolve it first")
     starts, end = {}, 0
     for at, storage in storages.items():
         starts[at], end = end, end + -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT

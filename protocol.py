@@ -719,7 +719,7 @@ def _(update: UpdateInfo, session: Session) -> str:
 def _(update: UpdateInfo, session: Session) -> str:
     """over HTTP the handles travel as the text ipc_handles_pickled"""
     text = update.ipc_handles_pickled
-    if update.ipc_handles:
+    if update.ipc_handles is not None and text is None:
         return "ipc_handles"
     return "" if text is None or isinstance(text, str) else _seen("ipc_handles_pickled", text)
 
@@ -1246,6 +1246,8 @@ class Judge:
         at, call, status = self.last
         for refusal in broken:
             rule = refusal.rule
+            if self.joined and rule.id == "init.first":
+                continue
             self.exercised.add(rule.id)
             self.findings.append(Finding(at, call, party or rule.party, rule, refusal.seen, status))
             refuses = rule.refused_by_vllm == "always" or (
@@ -1255,6 +1257,8 @@ class Judge:
                 self.findings.append(Finding(at, call, "server", rule, "let in what vLLM refuses", status))
 
     def conclude(self) -> list[Finding]:
+        if self.joined:
+            self.exercised.discard("init.first")
         if self.sessions[0].state is UPDATING and not self.lost:
             self._find([Refused(RULES["sync.finished"], "the transcript ends in an open update")])
         elif "finish.after-start" in self.exercised:

@@ -283,9 +283,9 @@ class WeightTransferEngine:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
             self._load(updates)
-            if not updates[0].rank_local:
+            if not updates[0].rank_local and (layout := self._layout(updates[0]))[1]:
                 known = updates[0].known or replace(updates[0], ipc_handles_pickled=None, handles=None)
-                self.brought[self._layout(updates[0])] = known
+                self.brought[layout] = known
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
@@ -302,7 +302,9 @@ class WeightTransferEngine:
         return None if update.rank_local else self.layouts.get(self._layout(update))
 
     def _layout(self, update: UpdateInfo) -> tuple[bool, bytes]:
-        return self.workers[0].session.packed, update.layout
+        """The mode, and what tells a layout from another in it; empty where that cannot be told."""
+        packed = self.workers[0].session.packed
+        return packed, (update if packed else replace(update, tensor_sizes=None)).layout
 
     def _load(self, updates: Sequence[UpdateInfo]) -> None:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
@@ -711,19 +713,19 @@ class App:
             if context := getattr(self.engine.workers[0].model, "context", None):
                 asked.check_length(context)
             self.running += 1
+            served = self.engine.writes, self.engine.weight_version
         try:
-            return Reply(200, asked.reply(*self._generate(asked)))
+            return Reply(200, asked.reply(*self._generate(asked, served)))
         finally:
             with self.changed:
                 self.running -= 1
                 self.changed.notify_all()
 
-    def _generate(self, asked: Asked) -> tuple[list[Row], str, str]:
+    def _generate(self, asked: Asked, served: tuple[int, str]) -> tuple[list[Row], str, str]:
         """Rows, finish reason, weight version. The lock is free between two tokens: a pause can come in."""
         rows = [Row(list(prompt)) for prompt in asked.prompts for _ in range(asked.n)]
         generator = torch.Generator()
         generator.manual_seed(asked.seed) if asked.seed is not None else generator.seed()
-        served = self.engine.writes, self.engine.weight_version
         for _ in range(asked.max_tokens):
             with self.changed:
                 if self.paused == "keep":

@@ -303,7 +303,8 @@ class HTTPWeightSyncClient:
         try:
             request = self._prepare(method, path, body)
             reply = self._http.send(request, timeout=self.timeout, allow_redirects=False)
-        except (requests.RequestException, ValueError) as exc:  # ValueError: urllib3, of the URL
+        # ValueError: urllib3, of the URL; OverflowError: of a time-out that no clock has.
+        except (requests.RequestException, ValueError, OverflowError) as exc:
             self._http.close()
             reason = self._no_answer(exc)
             _clear_frames(exc)
@@ -769,9 +770,11 @@ class Layout:
     def is_of(self, weights: Weights) -> bool:
         """Whether these are the weights that it was made for, where they were."""
         try:
+            there = list(map(_address, weights.values()))
             return (
                 list(weights) == list(self.held)
-                and list(map(_address, weights.values())) == list(map(_address, self.held.values()))
+                and there == list(map(_address, self.held.values()))
+                and all(at != 0 or not w.numel() for at, w in zip(there, weights.values(), strict=True))
                 and list(map(_look, weights.values())) == self.looks
             )
         except RuntimeError:  # of a tensor without an address

@@ -377,6 +377,25 @@ def test_an_arena_keeps_bytes_ties_views_and_what_an_optimizer_knows(device):
     assert all(abs(a + 1 - b) < 1e-6 for a, b in zip(*step, strict=True))
 
 
+def test_a_lazy_conj_or_neg_is_no_arena():
+    module = torch.nn.Module()
+    module.register_buffer("lazy", torch._neg_view(torch.ones(3)))
+    with pytest.raises(HandleError, match="flag"):
+        ipc_codec.arena(module)
+    assert torch.equal(module.lazy, -torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(7,), (64,), (512, 512)])
+def test_digests_tell_what_changed_everywhere_at_once(device, dtype, shape):
+    """Signs are the highest bits: of an even number of them a sum modulo 2^64 could know nothing."""
+    torch.manual_seed(0)
+    tensor = (100 * torch.randn(shape)).to(device[:-2], dtype) + 1
+    changed = [tensor, -tensor, tensor.flip(0), torch.zeros_like(tensor), tensor + 1]
+    assert len(set(ipc_codec.digests(changed))) == 5
+    assert ipc_codec.digests([tensor.clone()]) == ipc_codec.digests([tensor])
+
+
 def test_a_meta_module_is_no_arena():
     with pytest.raises(HandleError, match="meta"):
         ipc_codec.arena(torch.nn.Linear(2, 2, device="meta"))

@@ -110,6 +110,13 @@ def test_a_layout_is_equal_type_for_type():
     assert shown(UNPACKED).layout == shown(json.loads(json.dumps(UNPACKED))).layout
 
 
+@pytest.mark.parametrize("empty", [[], {}, 0, False, ""])
+@pytest.mark.parametrize("mode", GOOD)
+def test_handles_that_are_no_text_are_found_empty_too(mode, empty):
+    info = {key: value for key, value in GOOD[mode].items() if key != "ipc_handles_pickled"}
+    assert "handles.text" in broken(mode, shown(info | {"ipc_handles": empty}))
+
+
 def test_a_layout_that_nests_too_deeply_is_nobodys():
     deep = []
     for _ in range(5000):

@@ -882,6 +882,15 @@ class Clock:
         self.now += seconds
 
 
+def test_a_weight_that_was_freed_is_refused_with_a_kept_buffer_too(fake):
+    weight, client = torch.rand(8), HTTPWeightSyncClient(fake.url)
+    buffer = PackedBuffer(64, "cpu:0")
+    send(client, {"a": weight}, packed=True, buffer=buffer)
+    weight.untyped_storage().resize_(0)  # as a sharded trainer frees what it gathered
+    with pytest.raises(HandleError, match=r"^a: .* was freed"):
+        send(client, {"a": weight}, packed=True, buffer=buffer)
+
+
 # What a weight may become between two syncs that share a buffer, each from `torch.arange(8.0)`.
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "the same": lambda w: w,
