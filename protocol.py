@@ -362,13 +362,13 @@ class Session:
     """What one worker knows of the conversation: enough to judge the next message."""
 
     uuid: str | None = None  # the worker's GPU; None where it is not known
-    workers: int = 1  # that read the same handles
     state: State = IDLE
     packed: bool = False
     initialized: bool = False
     sent: set[str] = field(default_factory=set)  # names that the open sync has carried
     slots: set[Slot] = field(default_factory=set)  # of the exports that it has carried
     filled: int | None = None  # bytes of its last packed chunk
+    workers: int = 1  # that read the same handles
 
     def forbids(self, call: str) -> Refused | None:
         """The refusal that SEQUENCE has for this call now, or None."""

@@ -2397,7 +2397,8 @@ def breaks(peer, rule, info, packed):
     shown = {"undecodable": "no pickle"} if isinstance(handles, str) else ipc_codec.describe_handles(handles)
     text = handles if isinstance(handles, str) else handles and "text"
     update = replace(UpdateInfo.from_json(info), handles=shown, ipc_handles_pickled=text)
-    session = Session(ipc_codec.gpu_uuid(peer.devices[0]), UPDATING, packed, initialized=True)
+    uuid = ipc_codec.gpu_uuid(peer.devices[0])
+    session = Session(uuid=uuid, state=UPDATING, packed=packed, initialized=True)
     return not rule.holds(update, session)
 
 

@@ -238,10 +238,10 @@ def takes_bool_for_its_opposite() -> None:
 )
 def refuses_scalars() -> None:
     @patch(Worker, "check")
-    def _(original: Any, worker: Worker, update: Any, handles: Any) -> Any:
+    def _(original: Any, worker: Worker, update: Any) -> Any:
         if [] in update.shapes:
             raise ValueError("a scalar")
-        return original(worker, update, handles)
+        return original(worker, update)
 
 
 @mutant("forgets whatever a case about kinds sends", "kind.*")
