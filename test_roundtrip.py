@@ -1487,7 +1487,10 @@ def test_a_port_in_use_is_said_in_one_line():
     assert len(done.stderr.splitlines()) == 1 and port in done.stderr
 
 
-WRONG_OPTIONS = [("--device", "tpu"), ("--device", "cpu:0,cpu:1", "--data-parallel-size", "3")]
+WRONG_OPTIONS = [
+    pytest.param(("--device", "tpu"), marks=pytest.mark.long),
+    ("--device", "cpu:0,cpu:1", "--data-parallel-size", "3"),
+]
 
 
 @pytest.mark.parametrize("options", WRONG_OPTIONS, ids=" ".join)

@@ -981,7 +981,12 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("flood", FLOODS)
+LATER = ("nested tuples", "marks", "nones", "numbers")  # in a long run: tracing memory is slow
+
+
+@pytest.mark.parametrize(
+    "flood", [pytest.param(name, marks=[pytest.mark.long] * (name in LATER)) for name in FLOODS]
+)
 def test_megabytes_of(flood):
     """Memory is measured on a tenth: tracing is slow, and the bound is linear."""
     refused_in(HEAD + FLOODS[flood](400_000) + b".", 12)

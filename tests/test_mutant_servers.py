@@ -95,6 +95,7 @@ def test_a_fault_turns_its_own_case_red_and_no_other(name, tmp_path):
     assert outcomes.keys() == CASES.keys()
 
 
+@pytest.mark.long
 def test_a_fault_is_told_once_and_a_known_deviation_is_no_failure(tmp_path):
     """What builds on a failed case is skipped; of what is listed as expected only what passes fails."""
     (tmp_path / "expected").write_text("# ours\nversion.at-finish  known\n\nsession.empty  mended since\n")
