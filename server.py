@@ -1790,11 +1790,13 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     except (OSError, ValueError) as exc:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
     try:
+        serving.start()
         ended = trainer.wait()  # an interrupt ends this process, and so the trainer
     finally:
-        server.shutdown()
+        if serving.is_alive():
+            server.shutdown()
     server.server_close()  # the transcript is whole
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     verdict = protocol.verdict(options.transcript, options.strict)
