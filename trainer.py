@@ -631,11 +631,16 @@ def send_weights_packed(
     parts, room = _parts(weights, device, buffer, rank_local), packed_buffer_size_bytes
     told, read = False, 0
 
+    def fill(at: int) -> None:
+        nonlocal told
+        _fill(parts, at)  # 2
+        told = True  # from here on the server may be asked
+
     def send_chunk(at: int) -> None:
         """Barriers on both sides: all have filled before it is sent, and all know that it was read after."""
         ranks.together(
             f"chunk {at + 1}",
-            lambda: _fill(parts, at),  # 2
+            lambda: fill(at),
             lambda each: client.update_weights(updates.chunks[at]),  # 5 to 11
         )
 
@@ -643,7 +648,6 @@ def send_weights_packed(
         count = ranks.together("plan", lambda: [part.make_plan(room) for part in parts], updates.agree)  # 1
         ranks.together("export", lambda: [part.export_buffer() for part in parts], updates.lend)  # 3, 4
         ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
-        told = True
         for at in range(count):
             send_chunk(at)
             read += 1  # answered, so the buffer may be filled again
