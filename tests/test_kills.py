@@ -438,10 +438,10 @@ class Kill(NamedTuple):
 
 
 def diagonal() -> list[Kill]:
-    """Each number of the journey once, with alternating victims, signals and modes."""
+    """Each number of the journey once, with alternating victims and modes; other signals in a long run."""
     numbered = {station.split()[0]: station for station in STATIONS if station != "start"}.values()
     return [
-        Kill(("trainer", "server")[i % 2], (SIGKILL, SIGTERM, SIGINT)[i % 3], station, MODES[i // 2 % 2])
+        Kill(("trainer", "server")[i % 2], SIGKILL, station, MODES[i // 2 % 2])
         for i, station in enumerate(numbered)
     ]
 

@@ -476,6 +476,7 @@ def send_sharded(rank: int, url: str, kind: str, packed: bool) -> tuple[Tried, G
     return done, gathered, full
 
 
+@pytest.mark.long
 @kinds
 @both_modes
 def test_sharded_and_plain_weights_arrive_full(witness_of, kind, packed):
