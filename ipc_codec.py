@@ -225,10 +225,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in CARRIED:
         kind = dtype_name(tensor.dtype)
     is_plain = type(tensor) is torch.Tensor
-    if not is_plain and hasattr(
-        tensor, "__tensor_flatten__"
-    ):  # DTensor and the like: the bytes lie elsewhere
-        kind = type(tensor).__name__
+    if not is_plain and hasattr(tensor, "__tensor_flatten__"):
+        kind = type(tensor).__name__  # DTensor and other wrappers: the bytes lie elsewhere
     if kind:
         raise HandleError(f"a {kind} tensor has no bytes to lend; a dense one does: gather or convert it")
     if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
@@ -297,14 +295,18 @@ class _Alias:
 
     def __init__(self, storage: torch.UntypedStorage):
         self.exports = 0
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self.flat = {torch.uint8: from_dlpack(to_dlpack(whole))}
+        self.flat = {torch.uint8: from_dlpack(to_dlpack(_whole(storage)))}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, on the alias."""
         self.exports += 1
         flat = _flat(self.flat, tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage: uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _flat(flat: dict[torch.dtype, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -348,8 +350,7 @@ def arena(module: torch.nn.Module) -> torch.Tensor:
         raise HandleError("the module lies on several devices; an arena lies on one")
     memory = torch.empty(end, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
     for at, storage in storages.items():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        memory[starts[at] :][: whole.numel()].copy_(whole)
+        memory[starts[at] :][: storage.nbytes()].copy_(_whole(storage))
     flat = {torch.uint8: memory}
     for tensor in tensors:
         start = starts[tensor.untyped_storage()._cdata] // tensor.itemsize + tensor.storage_offset()
@@ -679,8 +680,7 @@ def _open_cuda(args: IpcArgs, device: torch.device) -> torch.Tensor:
     """The whole storage: uint8 [bytes]."""
     try:
         with torch.cuda.device(device):
-            storage = rebuild_cuda_tensor(*args).untyped_storage()
-            return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            return _whole(rebuild_cuda_tensor(*args).untyped_storage())
     except RuntimeError as exc:
         raise HandleError(
             f"CUDA cannot open the trainer's memory ({exc}); {CAUSES}; memory of "
@@ -708,12 +708,10 @@ def check_exports(exports: Sequence[Any], device: torch.device | str) -> list[Ip
 
 
 def _with_our_classes(args: IpcArgs, ours: torch.device) -> IpcArgs:
-    size, stride, offset = tuple(args.tensor_size), tuple(args.tensor_stride), args.tensor_offset
     dtype = args.dtype if isinstance(args.dtype, torch.dtype) else DTYPES[args.dtype.removeprefix("torch.")]
-    classes = torch.Tensor, torch.storage.TypedStorage
-    return IpcArgs(
-        classes[0], size, stride, offset, classes[1], dtype, ours.index, *args[7:10], False, *args[11:]
-    )
+    layout = tuple(args.tensor_size), tuple(args.tensor_stride), args.tensor_offset
+    storage = torch.storage.TypedStorage, dtype, ours.index
+    return IpcArgs(torch.Tensor, *layout, *storage, *args[7:10], False, *args[11:])
 
 
 def _by_name(args: Any) -> IpcArgs:
@@ -865,8 +863,11 @@ def ref_count(args: Any) -> int | None:
 def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     """The same of many, reading each file once."""
     counters = list(map(_counter, exports))
-    files = {name: _read_counters(name) for name in {counter.name for counter in counters if counter}}
-    return [counter and _int64(files[counter.name], counter.slot) for counter in counters]
+    files: dict[bytes, bytes] = {}  # none where it is gone
+    for name in {counter.name for counter in counters if counter}:
+        with contextlib.suppress(OSError):
+            files[name] = read_counters(name)
+    return [counter and counter_at(files.get(counter.name, b""), counter.slot) for counter in counters]
 
 
 def settle(args: Any) -> None:
@@ -883,20 +884,18 @@ def _counter(args: Any) -> _Counter | None:
     return _Counter(given.ref_counter_handle, given.ref_counter_offset)
 
 
-def _read_counters(name: bytes) -> bytes:
-    """All counters of a file; empty where it is gone."""
-    try:
-        file = _open_shm(name)
-    except OSError:
-        return b""
+def read_counters(name: bytes) -> bytes:
+    """All counters of a file, for `counter_at`. Raises OSError where it cannot be read, or is gone."""
+    file = _open_shm(name, os.O_RDONLY)
     try:
         return os.pread(file, 8 * SLOTS, HEADER_BYTES)
     finally:
         os.close(file)
 
 
-def _int64(words: bytes, at: int) -> int | None:
-    word = words[8 * at : 8 * at + 8]
+def counter_at(counters: bytes, slot: int) -> int | None:
+    """One of them; None where the file was too short for it."""
+    word = counters[8 * slot : 8 * slot + 8]
     return int.from_bytes(word, "little", signed=True) if len(word) == 8 else None
 
 
@@ -916,9 +915,9 @@ def _release(counters: Iterable[_Counter]) -> None:
                 os.close(file)
 
 
-def _open_shm(name: bytes) -> int:
+def _open_shm(name: bytes, access: int = os.O_RDWR) -> int:
     """Opens what exists. Nothing here creates a file or lets one grow."""
-    return os.open(os.fsencode(SHM) + name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    return os.open(os.fsencode(SHM) + name, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def ipc_collect() -> None:
@@ -1008,24 +1007,30 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
 # --- The packed buffer --------------------------------------------------------------------------------
 
 
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # (places, what is copied there)
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # (places, what is copied there), integers
 LARGE_BYTES = 8 << 20  # from here on the device's own copy is the fastest
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copies each tensor to its place, asynchronously: the large ones one by one, all others together.
+def copy_all(places: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    """Copies each tensor to its place, which has its dtype, asynchronously."""
+    _copy(map(_words, places), map(_words, tensors))
 
-    Each has its place's dtype. The fused copies are of integers: torch takes float16 and bfloat16 through
-    float32, and changes the bits of a NaN.
-    """
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: torch fuses copies of half types through float32, and changes a NaN."""
+    return tensor.view(WORDS[tensor.itemsize]) if tensor.itemsize in WORDS else tensor
+
+
+def _copy(places: Iterable[torch.Tensor], words: Iterable[torch.Tensor]) -> None:
+    """Copies the large ones one by one, all others together."""
     small: Copies = ([], [])
-    for to, tensor in zip(places, tensors, strict=True):
+    for to, tensor in zip(places, words, strict=True):
         if tensor.nbytes >= LARGE_BYTES or tensor.itemsize not in WORDS:
             to.copy_(tensor, non_blocking=True)
         else:
-            small[0].append(to.view(WORDS[tensor.itemsize]))
-            small[1].append(tensor.view(WORDS[tensor.itemsize]))
+            small[0].append(to)
+            small[1].append(tensor)
     if small[0]:
         torch._foreach_copy_(*small)
 
@@ -1079,7 +1084,7 @@ class PackedBuffer:
         """Queues the copies on this thread's stream, for which `drain` waits."""
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        copy_all(*copies)
+        _copy(*copies)
 
     def write_one(self, at: int, tensor: torch.Tensor) -> int:
         """Writes one tensor at that byte; how many it has. For tensors that cannot all be there at once."""

@@ -278,33 +278,32 @@ class WeightTransferEngine:
         updates: list[UpdateInfo] = []
         with self._session("update_weights", updates):
             updates += protocol.worker_entries(update_info, len(self.workers))
-            updates[:] = self._decode(updates)
+            layout = self._layout(updates[0])
+            updates[:] = self._decode(updates, self.layouts.get(layout) if layout else None)
             if self.witness:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
             self._load(updates)
-            if not updates[0].rank_local and (layout := self._layout(updates[0]))[1]:
+            if layout:
                 known = updates[0].known or replace(updates[0], ipc_handles_pickled=None, handles=None)
                 self.brought[layout] = known
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
-    def _decode(self, updates: Sequence[UpdateInfo]) -> list[UpdateInfo]:
+    @staticmethod
+    def _decode(updates: Sequence[UpdateInfo], known: UpdateInfo | None) -> list[UpdateInfo]:
         """Station 8: the updates with their handles as inert values. Workers share one that is for all."""
         distinct = {id(update): update for update in updates}
         decoded = {
-            at: replace(update, handles=_handles_of(update), known=self._known(update))
-            for at, update in distinct.items()
+            at: replace(update, handles=_handles_of(update), known=known) for at, update in distinct.items()
         }
         return [decoded[id(update)] for update in updates]
 
-    def _known(self, update: UpdateInfo) -> UpdateInfo | None:
-        return None if update.rank_local else self.layouts.get(self._layout(update))
-
-    def _layout(self, update: UpdateInfo) -> tuple[bool, bytes]:
-        """The mode, and what tells a layout from another in it; empty where that cannot be told."""
+    def _layout(self, update: UpdateInfo) -> tuple[bool, bytes] | None:
+        """The mode, and what tells a layout from another in it; None where that cannot be told."""
         packed = self.workers[0].session.packed
-        return packed, (update if packed else replace(update, tensor_sizes=None)).layout
+        told = (update if packed else replace(update, tensor_sizes=None)).layout
+        return (packed, told) if told and not update.rank_local else None
 
     def _load(self, updates: Sequence[UpdateInfo]) -> None:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
@@ -1145,12 +1144,7 @@ def read_counters(names: Iterable[bytes]) -> Counters:
     found: Counters = {}
     for name in names:
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            file = os.open(os.fsencode(ipc_codec.SHM) + name, flags)
-            try:
-                found[name] = os.pread(file, ipc_codec.COUNTER_FILE_BYTES, 0)
-            finally:
-                os.close(file)
+            found[name] = ipc_codec.read_counters(name)
         except OSError as exc:
             found[name] = exc.strerror or str(exc)
     return found
@@ -1477,10 +1471,8 @@ class Export(NamedTuple):
         return cls(uuid, file, slot, f"{args[protocol.STORAGE_HANDLE]} {args[protocol.STORAGE_OFFSET]}")
 
     def counter(self, counters: Counters) -> int | None:
-        file, at = counters.get(self.file), ipc_codec.HEADER_BYTES + 8 * self.slot
-        if not isinstance(file, bytes) or len(file) < at + 8:
-            return None
-        return int.from_bytes(file[at : at + 8], "little", signed=True)
+        file = counters.get(self.file)
+        return ipc_codec.counter_at(file, self.slot) if isinstance(file, bytes) else None
 
 
 @dataclass

@@ -808,7 +808,7 @@ def test_what_comes_after_a_finish_is_not_held_against_it(tmp_path, after, now, 
     file, at = Path("/dev/shm" + args[11].decode()), 64 + 8 * args[12]
 
     def counting(count: int) -> server.Counters:
-        return {args[11]: file.read_bytes()[:at] + count.to_bytes(8, "little", signed=True)}
+        return {args[11]: file.read_bytes()[64:at] + count.to_bytes(8, "little", signed=True)}
 
     with file.open("r+b") as counters:
         counters.seek(at)
