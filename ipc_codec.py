@@ -7,7 +7,8 @@ and how do many tensors share one export (`PackedBuffer`, `PackedBufferImporter`
 Laws:
 
 - `import_handle` copies nothing: the result *is* the trainer's memory, until the last view of it is dropped.
-- One export pays for one open and one release. Its counter is 1 from the export on, 0 after the release.
+- One export pays for one open and one release. Its counter is 1 from the export on, 0 after the release;
+  `Exports.renew` begins the next loan of the same memory.
 - What was lent stays allocated until its counter is 0 and `ipc_collect` has run.
 - What came over the wire stays inert: `decode_handles` builds None, bool, int, str, bytes, tuple, list and
   dict, and calls nothing; `check_exports` looks at every value before a device sees one.
@@ -23,6 +24,7 @@ Source: vLLM 0.33.0 docs/training/weight_transfer/ipc.md, torch 2.11-2.13 torch/
 
 from __future__ import annotations
 
+import array
 import atexit
 import base64
 import collections
@@ -38,7 +40,7 @@ import pickletools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -249,37 +251,78 @@ def export_handles(
     tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
 ) -> list[Handle]:
     """The same of many, by name: all or none. What a failure leaves behind is settled."""
+    return Exports().lend(tensors, device)
+
+
+class Exports:
+    """Handles that are lent in one sync after another: made once, and renewed.
+
+    A handle names memory and a counter, and both stay ours for as long as this object lives. So when the
+    counter is 0 the receiver has let go, and set to 1 again the same handle pays for one more open and
+    release. What was lent last stays allocated: drop this where the memory is to be freed.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self.layout: Any = None  # its owner's, for as long as the tensors lie where they are
+        self._aliases: Aliases = {}
+        self._counters: list[_Counter] = []
+
+    def lend(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
+    ) -> list[Handle]:
+        """`export_handles`, kept to be renewed. What was kept before is forgotten."""
+        self.forget()
+        self.handles = _export_all(tensors, device, self._aliases)
+        lent = itertools.chain.from_iterable(map(dict.values, self.handles))
+        self._counters = list(filter(None, map(_counter, lent)))
+        return self.handles
+
+    def renew(self) -> bool:
+        """Lends all handles again: each counter from 0 to 1. False, and nothing is lent, unless all are 0.
+
+        The events in the handles are those of the first loan: wait for later writes before you say a word.
+        """
+        if not self.handles or any(count != 0 for count in _counts(self._counters)):
+            return False
+        _count(self._counters, 1)
+        return True
+
+    def forget(self) -> None:
+        """Ends the right to renew. What is lent stays so until it is released."""
+        self.handles, self.layout, self._aliases, self._counters = [], None, {}, []
+
+
+def _export_all(
+    tensors: Mapping[str, torch.Tensor], device: torch.device | str | None, aliases: Aliases
+) -> list[Handle]:
     handles: list[Handle] = []
-    aliases: dict[int, _Alias] = {}
     name = ""
     try:
         for name, tensor in tensors.items():  # noqa: B007 (for the message)
             handles.append(_export(dense(tensor), device, aliases))
     except BaseException as exc:
-        for args in itertools.chain.from_iterable(map(dict.values, handles)):
-            settle(args)
+        settle(*itertools.chain.from_iterable(map(dict.values, handles)))
         if isinstance(exc, HandleError):
             raise HandleError(f"{name}: {exc}") from None
         raise
     return handles
 
 
-def _export(plain: torch.Tensor, device: torch.device | str | None, aliases: dict[int, _Alias]) -> Handle:
+def _export(plain: torch.Tensor, device: torch.device | str | None, aliases: Aliases) -> Handle:
     if plain.is_conj() or plain.is_neg():
         raise HandleError("the conj or neg flag of a tensor is not in its handle; export wire_form(tensor)")
     there = plain.device
     ours = _device(device if device is not None and there.type == "cpu" else there)
     if ours.type != there.type:
         raise HandleError(f"a tensor on {there} cannot be lent to a worker on {ours}; move it first")
-    if ours.type == "cpu":
-        return {gpu_uuid(ours): _export_cpu(plain, ours.index)}
     storage = plain.untyped_storage()
-    if storage.nbytes():
-        alias = aliases.get(storage._cdata)
-        if alias is None or alias.exports == _Alias.MOST:
-            alias = aliases[storage._cdata] = _Alias(storage)
-        plain = alias.of(plain)
-    return {gpu_uuid(ours): _export_cuda(plain)}
+    of_storage = aliases.setdefault(storage._cdata, [])
+    if not of_storage or of_storage[-1].exports == _Alias.MOST:
+        of_storage.append(_Alias(storage))
+    alias = of_storage[-1]
+    export = _export_cpu(plain, ours.index, alias) if ours.type == "cpu" else _export_cuda(alias.of(plain))
+    return {gpu_uuid(ours): export}
 
 
 class _Alias:
@@ -287,21 +330,25 @@ class _Alias:
 
     What torch takes for an export (a counter's slot, an event) it gives back when the *storage* dies: one
     that is exported sync after sync would pile them up, and 30,000 of them end the process when it is freed
-    (torch 2.11: a destructor in a destructor in ...). The alias dies as soon as its exports are made; torch
-    keeps the memory until they are released and `ipc_collect` has run.
+    (torch 2.11: a destructor in a destructor in ...). The alias dies with its `Exports`; torch keeps the
+    memory until they are released and `ipc_collect` has run. The emulation needs only to see that it lives.
     """
 
     MOST = 256  # exports
 
     def __init__(self, storage: torch.UntypedStorage):
         self.exports = 0
-        self.flat = {torch.uint8: from_dlpack(to_dlpack(_whole(storage)))}
+        whole = _whole(storage)
+        self.flat = {torch.uint8: from_dlpack(to_dlpack(whole)) if whole.is_cuda and len(whole) else whole}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, on the alias."""
         self.exports += 1
         flat = _flat(self.flat, tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+Aliases = dict[int, list[_Alias]]  # by their storage
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -672,7 +719,7 @@ def open_exports(exports: Sequence[IpcArgs], device: torch.device | str) -> list
         flat = _flat(storages[storage], args.dtype)
         start = flat.storage_offset() + args.tensor_offset
         opened[args] = flat.as_strided(args.tensor_size, args.tensor_stride, start)
-    _release(spare)
+    _count(spare, -1)
     return [opened[args] for args in exports]
 
 
@@ -701,7 +748,7 @@ def check_exports(exports: Sequence[Any], device: torch.device | str) -> list[Ip
     lent = [args for args in given if args.storage_size_bytes]
     _check(lent, MEMORY)
     _check([args for args in given if not args.storage_size_bytes], NO_MEMORY)
-    _check_memory(lent, ours)
+    check_memory(lent, ours)
     checked = [_with_our_classes(args, ours) for args in given]
     _check_extents(checked)
     return checked
@@ -806,7 +853,9 @@ def _length(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> i
     return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
-def _check_memory(lent: Sequence[IpcArgs], ours: torch.device) -> None:
+def check_memory(exports: Iterable[IpcArgs], device: torch.device | str) -> None:
+    """What of `check_exports` may have another answer the next time: the files are there. HandleError."""
+    ours, lent = _device(device), [args for args in exports if args.storage_size_bytes]
     files = {args.ref_counter_handle: COUNTER_FILE_BYTES for args in lent}
     storages = {(args.storage_handle, args.storage_offset_bytes, args.storage_size_bytes) for args in lent}
     for handle, offset, size in storages:
@@ -862,7 +911,10 @@ def ref_count(args: Any) -> int | None:
 
 def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     """The same of many, reading each file once."""
-    counters = list(map(_counter, exports))
+    return _counts(list(map(_counter, exports)))
+
+
+def _counts(counters: Sequence[_Counter | None]) -> list[int | None]:
     files: dict[bytes, bytes] = {}  # none where it is gone
     for name in {counter.name for counter in counters if counter}:
         with contextlib.suppress(OSError):
@@ -870,10 +922,10 @@ def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     return [counter and counter_at(files.get(counter.name, b""), counter.slot) for counter in counters]
 
 
-def settle(args: Any) -> None:
-    """For an export that nobody opened: sets its counter from 1 to 0, so that its memory can be reclaimed."""
-    if ref_count(args) == 1:
-        _release(filter(None, [_counter(args)]))
+def settle(*exports: Any) -> None:
+    """For exports that nobody opened: sets each counter from 1 to 0, so that the memory can be reclaimed."""
+    counters = list(map(_counter, exports))
+    _count({c for c, count in zip(counters, _counts(counters), strict=True) if c and count == 1}, -1)
 
 
 def _counter(args: Any) -> _Counter | None:
@@ -899,20 +951,29 @@ def counter_at(counters: bytes, slot: int) -> int | None:
     return int.from_bytes(word, "little", signed=True) if len(word) == 8 else None
 
 
-def _release(counters: Iterable[_Counter]) -> None:
-    """Each counter one down, as torch does it; nothing where its file is gone. The loan has one writer."""
+def _count(counters: Iterable[_Counter], by: int) -> None:
+    """Adds to each counter, as torch does; nothing where its file is gone. A loan has one writer."""
     slots: dict[bytes, list[int]] = {}
     for counter in counters:
         slots.setdefault(counter.name, []).append(counter.slot)
-    for name in slots:
+    for name, mine in slots.items():
         with contextlib.suppress(OSError), _lock:
             file = _open_shm(name)
             try:
-                for at in (HEADER_BYTES + 8 * slot for slot in slots[name]):
-                    value = int.from_bytes(os.pread(file, 8, at), "little", signed=True) - 1
-                    os.pwrite(file, value.to_bytes(8, "little", signed=True), at)
+                values = array.array("q", os.pread(file, 8 * SLOTS, HEADER_BYTES))
+                for slot in mine:
+                    values[slot] += by
+                for start, end in _runs(sorted({*mine})):  # between them others may write
+                    os.pwrite(file, values[start:end].tobytes(), HEADER_BYTES + 8 * start)
             finally:
                 os.close(file)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as (first, last + 1) of those that follow each other."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], found[-1] + 1
 
 
 def _open_shm(name: bytes, access: int = os.O_RDWR) -> int:
@@ -925,7 +986,9 @@ def ipc_collect() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
     with _lock:
-        for where in [where for where in _lent if _counter_files[where.name][where.slot].item() == 0]:
+        values = {name: counters.tolist() for name, counters in _counter_files.items()} if _lent else {}
+        over = [at for at, (_, alias) in _lent.items() if not values[at.name][at.slot] and alias() is None]
+        for where in over:
             del _lent[where]
             _free_slots.append(where)
 
@@ -933,7 +996,8 @@ def ipc_collect() -> None:
 # --- The emulation: CPU memory lent as CUDA memory is -------------------------------------------------
 
 _lock = threading.RLock()  # re-entrant: a release can run inside any allocation of the same thread
-_lent: dict[_Counter, torch.UntypedStorage] = {}  # keeps what is lent alive, as CUDA's limbo does
+# Keeps what is lent alive, as CUDA's limbo does, and what can be lent again, as an alias does there.
+_lent: dict[_Counter, tuple[torch.UntypedStorage, weakref.ref[_Alias]]] = {}
 _counter_files: dict[bytes, torch.Tensor] = {}  # int64, [SLOTS]; torch unlinks the file with us
 # The longest free first: a slot that is taken again at once would speak for the export before.
 _free_slots: collections.deque[_Counter] = collections.deque()
@@ -947,7 +1011,7 @@ def _forget() -> None:
     _counter_files.clear()
 
 
-def _export_cpu(tensor: torch.Tensor, index: int) -> tuple:
+def _export_cpu(tensor: torch.Tensor, index: int, alias: _Alias) -> tuple:
     storage, shape = tensor.untyped_storage(), (tensor.size(), tensor.stride(), tensor.storage_offset())
     layout = (torch.Tensor, *shape, torch.storage.TypedStorage, tensor.dtype, index)
     if storage.nbytes() == 0:
@@ -955,7 +1019,7 @@ def _export_cpu(tensor: torch.Tensor, index: int) -> tuple:
     with _lock:
         name = _share(storage)
         where = _take_slot()
-        _lent[where] = storage
+        _lent[where] = storage, weakref.ref(alias)
     return (*layout, CPU_MARK + name, storage.nbytes(), 0, False, *where, bytes(EVENT_BYTES), False)
 
 
@@ -1000,7 +1064,7 @@ def _open_cpu(args: IpcArgs) -> torch.Tensor:
     except (OSError, RuntimeError) as exc:
         raise HandleError(f"the trainer's memory cannot be mapped ({exc}); {CAUSES}") from exc
     # Every view holds the storage: the last one takes the mapping along, and the loan ends.
-    weakref.finalize(storage, _release, [_Counter(args.ref_counter_handle, args.ref_counter_offset)])
+    weakref.finalize(storage, _count, [_Counter(args.ref_counter_handle, args.ref_counter_offset)], -1)
     return torch.empty(0, dtype=torch.uint8).set_(storage, HEADER_BYTES, (args.storage_size_bytes,), (1,))
 
 
@@ -1012,18 +1076,20 @@ LARGE_BYTES = 8 << 20  # from here on the device's own copy is the fastest
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-def copy_all(places: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
-    """Copies each tensor to its place, which has its dtype, asynchronously."""
-    _copy(map(_words, places), map(_words, tensors))
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, where there are integers of that size."""
+    return tensor.view(word_dtype(tensor.dtype))
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: torch fuses copies of half types through float32, and changes a NaN."""
-    return tensor.view(WORDS[tensor.itemsize]) if tensor.itemsize in WORDS else tensor
+def word_dtype(dtype: torch.dtype) -> torch.dtype:
+    return WORDS.get(dtype.itemsize, dtype)
 
 
-def _copy(places: Iterable[torch.Tensor], words: Iterable[torch.Tensor]) -> None:
-    """Copies the large ones one by one, all others together."""
+def copy_all(places: Iterable[torch.Tensor], words: Iterable[torch.Tensor]) -> None:
+    """Copies each to its place, asynchronously: the large ones one by one, all others together.
+
+    Both are `words_of` tensors: torch fuses copies of half types through float32, and changes a NaN.
+    """
     small: Copies = ([], [])
     for to, tensor in zip(places, words, strict=True):
         if tensor.nbytes >= LARGE_BYTES or tensor.itemsize not in WORDS:
@@ -1047,7 +1113,7 @@ class PackedBuffer:
             raise HandleError(f"a packed buffer of {capacity_bytes} bytes holds no tensor")
         self.capacity_bytes = capacity_bytes
         self.device = _device(device)
-        self.layout: Any = None  # its owner's, for as long as the buffer lies where it is
+        self.exports = Exports()  # of this buffer
         self._stream: torch.cuda.Stream | None = None
         self._bytes: torch.Tensor | None = self._allocate()
 
@@ -1055,10 +1121,15 @@ class PackedBuffer:
         return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=place(self.device))
 
     def export(self) -> Handle:
-        """A fresh export of the buffer: `{gpu_uuid: fifteen arguments}`. Once a sync; all chunks carry it."""
+        """Lends the buffer: `{gpu_uuid: fifteen arguments}`. Once a sync; all chunks carry it.
+
+        It is the handle of the sync before, renewed, where that has been released.
+        """
         if self._bytes is None:
             self._bytes = self._allocate()
-        return export_handle(self._bytes, self.device)
+        if not self.exports.renew():
+            self.exports.lend({"the buffer": self._bytes}, self.device)
+        return self.exports.handles[0]
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> None:
         """Writes the tensors' bytes one after the other, row-major, without padding; on CUDA asynchronously.
@@ -1084,7 +1155,7 @@ class PackedBuffer:
         """Queues the copies on this thread's stream, for which `drain` waits."""
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
-        _copy(*copies)
+        copy_all(*copies)
 
     def write_one(self, at: int, tensor: torch.Tensor) -> int:
         """Writes one tensor at that byte; how many it has. For tensors that cannot all be there at once."""
@@ -1101,7 +1172,8 @@ class PackedBuffer:
 
     def abandon(self) -> None:
         """Forgets this memory, unsettled: a receiver may still read it. The next export allocates anew."""
-        self._bytes = self.layout = None
+        self._bytes = None
+        self.exports.forget()
 
 
 class PackedBufferImporter:

@@ -149,6 +149,7 @@ class UpdateInfo:
     handles: Any = None
     rank_local: bool = False  # an entry of a list: its chunks end with other workers' chunks
     known: UpdateInfo | None = None  # one with the same layout, in the same mode, that broke no rule
+    again: bool = False  # word for word one of the sync before, in the same mode, that broke no rule
 
     WIRE = ("names", "dtype_names", "shapes", "ipc_handles_pickled", "tensor_sizes", "ipc_handles")
 
@@ -383,8 +384,11 @@ class Session:
         `message`: InitInfo, UpdateInfo or None; or an Evidence, for the witness rules.
         """
         about = WITNESS_RULES if isinstance(message, Evidence) else MESSAGE_RULES
-        skipped = LAYOUT_RULES if isinstance(message, UpdateInfo) and message.known else ()
-        rules = [rule for rule in about.get(call, ()) if rule.id not in skipped]
+        rules = about.get(call, [])
+        if isinstance(message, UpdateInfo) and message.again:
+            rules = [rule for rule in rules if rule.id in SYNC_RULES]
+        elif isinstance(message, UpdateInfo) and message.known:
+            rules = [rule for rule in rules if rule.id not in LAYOUT_RULES]
         return [Refused(rule, seen) for rule in rules if (seen := rule.violation(message, self))]
 
     def settle(self, call: str, message: InitInfo | UpdateInfo | None, ok: bool) -> None:
@@ -1089,6 +1093,9 @@ ABOUT_HANDLES = {  # what is not known of an update whose handles nobody has des
 LAYOUT_RULES = {  # what need not be looked at again where the layout is known
     *("update.lengths", "dtype.real", "dtype.canonical", "shapes.sizes"),
     *("packed.tensor-sizes", "packed.sizes-counted", "packed.size-of-shape", "packed.aligned"),
+}
+SYNC_RULES = {  # what depends on the updates before, in the same sync
+    *("names.unique", "unpacked.own-export", "packed.chunk-full", "packed.one-export")
 }
 for _rule in RULES.values():
     if _rule.check is not None:

@@ -66,6 +66,7 @@ SLOWEST = 1 << 20  # and one that brings fewer bytes a second, after that time
 MAX_CONNECTIONS = 900  # each is a thread and a descriptor, of which a process has 1,024 by default
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
+KNOWN_BYTES = 1 << 26  # of bodies that are remembered until the next sync
 MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
 LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
 MAX_MESSAGE = 1000  # characters: what was refused is not sent back whole
@@ -84,6 +85,38 @@ class Misfit(ValueError):
     """A name, dtype or shape is not the one that the server holds."""
 
 
+class Opening(NamedTuple):
+    """What a worker opens of an update: one export a tensor, or packed the buffer's; and in which dtypes."""
+
+    exports: list[ipc_codec.IpcArgs]
+    dtypes: list[torch.dtype]
+
+
+class Known(NamedTuple):
+    """An update of a good sync, and what it came to. The same text means the same in the next sync."""
+
+    update_info: Any
+    updates: list[UpdateInfo]  # one a worker
+    layout: tuple[bool, bytes] | None
+    openings: list[Opening]  # one a worker
+
+
+class Learned:
+    """What the updates of one sync came to: by mode and text, and by mode and layout."""
+
+    def __init__(self) -> None:
+        self.texts: dict[tuple[bool, bytes], Known] = {}
+        self.layouts: dict[tuple[bool, bytes], UpdateInfo] = {}
+        self.room = KNOWN_BYTES
+
+    def add(self, text: tuple[bool, bytes], known: Known) -> None:
+        if known.layout:
+            self.layouts[known.layout] = known.updates[0].known  # type: ignore[assignment]
+        self.room -= len(text[1])
+        if text[1] and self.room >= 0:
+            self.texts[text] = known
+
+
 class Worker:
     """One --device entry: its own copy of the weights, and its mapping of the trainer's packed buffer."""
 
@@ -93,10 +126,15 @@ class Worker:
         self.session = protocol.Session(uuid=ipc_codec.gpu_uuid(device))
         self.buffer = ipc_codec.PackedBufferImporter(device)
         self.weights: dict[str, Tensor] = {}
+        self.places: dict[str, Tensor] = {}  # the same, as integers that are copied to
         self.takes_any_name = model is None
         self.model = None if model is None else self.make_model(model)
         if self.model is not None:
-            self.weights = dict(self.model.state_dict())
+            self.hold(self.model.state_dict())
+
+    def hold(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights |= weights
+        self.places |= {name: ipc_codec.words_of(weight) for name, weight in weights.items()}
 
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         try:
@@ -106,11 +144,15 @@ class Worker:
                 f"the model is no callable that gives a module without arguments: {exc}"
             ) from exc
 
-    def check(self, update: UpdateInfo) -> list[ipc_codec.IpcArgs]:
-        """Everything that can be said before a device is touched. The exports; raises ValueError."""
+    def check(self, update: UpdateInfo) -> Opening:
+        """Everything that can be said before a device is touched. Raises ValueError."""
         for name, dtype, shape in () if update.known else update.rows:
             self._check_fit(name, dtype, list(shape))
-        return ipc_codec.check_exports(self.lent_to_me(update), self.device)
+        exports = ipc_codec.check_exports(self.lent_to_me(update), self.device)
+        dtypes = [ipc_codec.word_dtype(ipc_codec.parse_dtype(dtype)) for _name, dtype, _shape in update.rows]
+        if not self.session.packed:
+            exports = [args._replace(dtype=dtype) for args, dtype in zip(exports, dtypes, strict=True)]
+        return Opening(exports, dtypes)
 
     def _check_fit(self, name: str, dtype: str, shape: list[int]) -> None:
         held = self.weights.get(name)
@@ -124,14 +166,14 @@ class Worker:
             holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
             raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
 
-    def open(self, update: UpdateInfo, exports: Sequence[ipc_codec.IpcArgs]) -> list[Tensor]:
-        """Station 9: the trainer's tensors, in the order of `names`. They are its memory, not a copy."""
+    def open(self, update: UpdateInfo, opening: Opening) -> list[Tensor]:
+        """Station 9: the trainer's tensors, in the order of `names`, as integers. They are its memory."""
         with _on(self.device):
             if self.session.packed:
-                dtypes = [ipc_codec.parse_dtype(dtype) for _name, dtype, _shape in update.rows]
                 shapes = [shape for _name, _dtype, shape in update.rows]
-                return ipc_codec.unpack(self.buffer.open_export(*exports), dtypes, shapes, update.sizes)
-            return ipc_codec.open_exports(exports, self.device)
+                buffer = self.buffer.open_export(*opening.exports)
+                return ipc_codec.unpack(buffer, opening.dtypes, shapes, update.sizes)
+            return ipc_codec.open_exports(opening.exports, self.device)
 
     def lent_to_me(self, update: UpdateInfo) -> list[Any]:
         """The arguments of this worker's exports: one a tensor, or packed the buffer's."""
@@ -140,6 +182,8 @@ class Worker:
 
     def make_room(self, update: UpdateInfo) -> dict[str, Tensor]:
         """Memory for the names that are new here; nothing is held under them yet."""
+        if update.known:
+            return {}
         new = [
             (row, size)
             for row, size in zip(update.rows, update.sizes, strict=True)
@@ -156,7 +200,7 @@ class Worker:
     def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Station 10: a real copy into what the server holds, queued on this thread's stream."""
         with _on(self.device), torch.no_grad():
-            ipc_codec.copy_all([self.weights[name] for name in names], weights)
+            ipc_codec.copy_all([self.places[name] for name in names], weights)
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's output for ids [batch, length]: [batch, length, vocabulary]."""
@@ -180,9 +224,19 @@ def _handles_of(update: UpdateInfo) -> Any:
     """What the update's text holds; None where it has no text: then a rule says what is wrong."""
     if not isinstance(update.ipc_handles_pickled, str):
         return None
-    if os.environ.get(GATE) != "1":
+    if not _gate_is_open():
         raise ValueError(f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1")
     return _decoded(update.ipc_handles_pickled)
+
+
+def _gate_is_open() -> bool:
+    return os.environ.get(GATE) == "1"
+
+
+def _each(updates: Sequence[UpdateInfo], make: Callable[[UpdateInfo], UpdateInfo]) -> list[UpdateInfo]:
+    """`make` of each, once where workers share one."""
+    made = {id(update): make(update) for update in {id(update): update for update in updates}.values()}
+    return [made[id(update)] for update in updates]
 
 
 def _decoded(text: str) -> Any:
@@ -220,10 +274,8 @@ class WeightTransferEngine:
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
-        self.layouts: dict[
-            tuple[bool, bytes], UpdateInfo
-        ] = {}  # of the last good sync: they need no second look
-        self.brought: dict[tuple[bool, bytes], UpdateInfo] = {}  # by the open session
+        self.learned = Learned()  # from the last good sync
+        self.learning = Learned()  # from the open one
 
     @property
     def mixed(self) -> bool:
@@ -273,31 +325,41 @@ class WeightTransferEngine:
             self._judge("start_weight_update", [None] * len(self.workers))
         return ""
 
-    def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any]) -> str:
-        """One chunk. Returns when every device has read it; raises with no weight changed."""
+    def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any], body: bytes = b"") -> str:
+        """One chunk. Returns when every device has read it; raises with no weight changed.
+
+        `body`: the JSON that it came in, and nothing else with it: by that it is known in the next sync.
+        """
         updates: list[UpdateInfo] = []
+        text = self.workers[0].session.packed, body
         with self._session("update_weights", updates):
-            updates += protocol.worker_entries(update_info, len(self.workers))
-            layout = self._layout(updates[0])
-            updates[:] = self._decode(updates, self.layouts.get(layout) if layout else None)
+            known = self.learned.texts.get(text) if _gate_is_open() else None
+            updates += known.updates if known else self._read(update_info)
             if self.witness:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
-            self._load(updates)
-            if layout:
-                known = updates[0].known or replace(updates[0], ipc_handles_pickled=None, handles=None)
-                self.brought[layout] = known
+            openings = self._load(updates, known)
+            self.learning.add(text, known or self._known(update_info, updates, openings))
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
-    @staticmethod
-    def _decode(updates: Sequence[UpdateInfo], known: UpdateInfo | None) -> list[UpdateInfo]:
-        """Station 8: the updates with their handles as inert values. Workers share one that is for all."""
-        distinct = {id(update): update for update in updates}
-        decoded = {
-            at: replace(update, handles=_handles_of(update), known=known) for at, update in distinct.items()
-        }
-        return [decoded[id(update)] for update in updates]
+    def known_body(self, body: bytes) -> Any:
+        """The parsed JSON of a body that the last good sync brought in this mode, else None."""
+        known = self.learned.texts.get((self.workers[0].session.packed, body))
+        return known and {"update_info": known.update_info}
+
+    def _read(self, update_info: Mapping[str, Any] | Sequence[Any]) -> list[UpdateInfo]:
+        """Station 8: each worker's update, its handles as inert values. Workers share one that is for all."""
+        updates = protocol.worker_entries(update_info, len(self.workers))
+        known = self.learned.layouts.get(layout) if (layout := self._layout(updates[0])) else None
+        return _each(updates, lambda update: replace(update, handles=_handles_of(update), known=known))
+
+    def _known(self, update_info: Any, updates: list[UpdateInfo], openings: list[Opening]) -> Known:
+        def again(update: UpdateInfo) -> UpdateInfo:
+            known = update.known or replace(update, ipc_handles_pickled=None, handles=None)
+            return replace(update, known=known, again=True)
+
+        return Known(update_info, _each(updates, again), self._layout(updates[0]), openings)
 
     def _layout(self, update: UpdateInfo) -> tuple[bool, bytes] | None:
         """The mode, and what tells a layout from another in it; None where that cannot be told."""
@@ -305,13 +367,13 @@ class WeightTransferEngine:
         told = (update if packed else replace(update, tensor_sizes=None)).layout
         return (packed, told) if told and not update.rank_local else None
 
-    def _load(self, updates: Sequence[UpdateInfo]) -> None:
+    def _load(self, updates: Sequence[UpdateInfo], known: Known | None) -> list[Opening]:
         """All workers open before any of them copies, so that a refusal comes before the first write."""
-        opened, rooms = self._open(updates)
+        openings, opened, rooms = self._open(updates, known)
         if self.witness:
             self.witness.opened(updates, opened)
         for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
-            worker.weights |= room
+            worker.hold(room)
             self.applied.update(update.names)
             self.writes += bool(weights)
             worker.copy(update.names, weights)
@@ -321,14 +383,20 @@ class WeightTransferEngine:
             time.sleep(self.hold_seconds)
         if self.witness:
             self.witness.read()
+        return openings
 
-    def _open(self, updates: Sequence[UpdateInfo]) -> tuple[list[Any], list[Any]]:
+    def _open(self, updates: Sequence[UpdateInfo], known: Known | None) -> tuple[list[Any], ...]:
         """Every worker's view of the trainer's tensors, and memory for the names that are new."""
+        each = list(zip(self.workers, updates, strict=True))
         try:
-            each = list(zip(self.workers, updates, strict=True))
-            checked = [worker.check(update) for worker, update in each]
-            opened = [w.open(u, exports) for (w, u), exports in zip(each, checked, strict=True)]
-            return opened, [worker.make_room(update) for worker, update in each]
+            if known:
+                openings = known.openings
+                for worker, opening in zip(self.workers, openings, strict=True):
+                    ipc_codec.check_memory(opening.exports, worker.device)
+            else:
+                openings = [worker.check(update) for worker, update in each]
+            opened = [w.open(u, opening) for (w, u), opening in zip(each, openings, strict=True)]
+            return openings, opened, [worker.make_room(update) for worker, update in each]
         except ValueError as exc:
             if self.witness:
                 self.witness.not_taken(exc)
@@ -346,7 +414,7 @@ class WeightTransferEngine:
                 self.witness.finished()
             self.torn -= self.applied
             self.applied = set()
-            self.layouts, self.brought = self.brought, {}
+            self.learned, self.learning = self.learning, Learned()
             if weight_version is not None:
                 self.weight_version = weight_version
         return ""
@@ -376,7 +444,7 @@ class WeightTransferEngine:
             if call == "update_weights":
                 self.torn |= self.applied
                 self.applied = set()
-                self.brought = {}
+                self.learning = Learned()
                 self._release()
                 if self.witness:
                     self.witness.failed()
@@ -646,8 +714,12 @@ class App:
 
     def sync_call(self, call: str, request: Request) -> Reply:
         reads_body = call in ("init_weight_transfer_engine", "update_weights", "finish_weight_update")
-        given = protocol.read_envelope(call, request.json(required=False) if reads_body else None)
-        request.said = getattr(self.engine, call)(*([given] if reads_body else []))
+        known = self.engine.known_body(request.body) if call == "update_weights" else None
+        given = protocol.read_envelope(call, request.json(False, known) if reads_body else None)
+        words = [given] if reads_body else []
+        if call == "update_weights" and list(request.parsed) == ["update_info"]:
+            words.append(request.body)
+        request.said = getattr(self.engine, call)(*words)
         return Reply(200, {"message": protocol.SAID[call]})
 
     def pause(self, call: str, request: Request) -> Reply:
@@ -942,13 +1014,19 @@ class Request:
         self.parsed: Any = None  # for the transcript
         self.said = ""  # for the log line
 
-    def json(self, required: bool = True) -> Any:
-        """The body's JSON; None where there is no body. Raises BadRequest, or UnicodeDecodeError."""
+    def json(self, required: bool = True, known: Any = None) -> Any:
+        """The body's JSON; None where there is no body. Raises BadRequest, or UnicodeDecodeError.
+
+        `known`: what the same body was parsed to before.
+        """
         if not self.body:
             return None
         self.parsed = "(a body that cannot be read)"
         if not re.match(r"application/([\w.-]+\+)?json\s*(;|$)", self.content_type.strip().lower()):
             raise BadRequest(f"the content type is {self.content_type or 'missing'!r}, not JSON's", "body")
+        if known is not None:
+            self.parsed = known
+            return known
         text = self.body.decode("utf-8-sig")
         if sum(map(self.body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # three bytes can become seventy
             raise BadRequest(f"the JSON has more than {MAX_VALUES:,} values", "body")

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import ipc_codec
-from ipc_codec import HandleError, PackedBuffer
+from ipc_codec import Exports, HandleError, PackedBuffer
 from protocol import GATE, NO_ANSWER, UpdateInfo, merge_handles, plan_chunks
 
 URL = "http://127.0.0.1:8000"
@@ -263,10 +263,12 @@ class HTTPWeightSyncClient:
         self.call("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """One chunk, a dict, or rank-local a list of dicts; returns when the server has read it."""
-        rank_local = isinstance(update_info, list)
-        wire = [_encoded(info) for info in update_info] if rank_local else _encoded(update_info)
-        self.call("update_weights", {"update_info": wire})
+        """One chunk, a dict, or rank-local a list of dicts; returns when the server has read it.
+
+        Also takes what `update_body` made of it, to be sent more than once.
+        """
+        body = update_info if isinstance(update_info, bytes) else update_body(update_info)
+        self.call("update_weights", body)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = {"weight_version": weight_version}
@@ -330,7 +332,8 @@ class HTTPWeightSyncClient:
         request = self._prepared[method, path].copy()
         if body is not None:
             request.headers["Content-Type"] = "application/json"
-            request.prepare_body(json.dumps(body, allow_nan=False), files=None)
+            content = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False)
+            request.prepare_body(content, files=None)
         return request
 
     def _no_answer(self, exc: Exception) -> str:
@@ -351,8 +354,15 @@ def _clear_frames(exc: BaseException | None) -> None:
         exc = exc.__context__
 
 
+def update_body(update_info: Any) -> bytes:
+    """Station 5: the JSON of an update_info, a dict or rank-local a list of dicts."""
+    rank_local = isinstance(update_info, list)
+    wire = [_encoded(info) for info in update_info] if rank_local else _encoded(update_info)
+    return json.dumps({"update_info": wire}).encode()
+
+
 def _encoded(update_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Station 5: the handles as text; JSON cannot hold them."""
+    """The handles as text; JSON cannot hold them."""
     info = dict(update_info)
     handles = info.pop("ipc_handles", None)
     if handles is not None:
@@ -555,6 +565,7 @@ def send_weights(
     client: HTTPWeightSyncClient,
     weights: Weights | Sequence[Weights],
     *,
+    exports: Exports | Sequence[Exports] | None = None,
     device: Device | Sequence[Device] = None,
     weight_version: str | None = None,
     start_wait: float = START_WAIT,
@@ -568,6 +579,9 @@ def send_weights(
     weights: checkpoint names and their tensors (station 1). Nobody may write them until this returns. Where
         one is not contiguous a copy is lent, where one is sharded the full tensor. A list has a mapping for
         each GPU that this process lends on.
+    exports: one for all syncs (`Exports()`), so that handles are made and told once, and renewed while the
+        weights stay where they are. It keeps those that it lent last alive: drop it where they move away.
+        Of a list of weights, a list.
     device: the worker a CPU tensor is lent to, such as "cpu:1"; CUDA tensors know theirs. Of a list, a list.
     weight_version: set on the server with the finish, and only with it.
     group: the ranks that send together (see `Ranks`), all of them the same weights.
@@ -578,15 +592,15 @@ def send_weights(
     others raise RankError.
     """
     began = time.monotonic()
-    ranks, updates = Ranks(group, client.timeout), Updates(client, rank_local)
-    parts = _parts(weights, device, rank_local=rank_local)
+    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, exports, rank_local)
+    updates = Updates(client, rank_local, parts[0])
     told = read = False
     try:
         ranks.together("plan", lambda: [part.make_plan() for part in parts], updates.agree)  # 1
         ranks.together("export", lambda: [part.export() for part in parts], updates.lend)  # 2 to 4: the loan
         ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
         told = True
-        ranks.first("update", lambda: client.update_weights(updates.chunks[0]))  # 5 to 11
+        ranks.first("update", lambda: client.update_weights(updates.body(0)))  # 5 to 11
         read = True
         ranks.first("finish", lambda: client.finish_weight_update(weight_version))  # 12: the loan ends
         _settle_unopened(parts, ranks, progress)
@@ -595,11 +609,10 @@ def send_weights(
             _settle(parts)  # nobody opened them, and nobody will
         elif left := sum(ipc_codec.ref_counts(list(part.args())).count(1) for part in parts):
             progress(f"{left} tensors stay lent: the server may still read them")
+        _forget(parts)
         raise
     finally:
-        for part in parts:
-            part.lent.clear()
-        ipc_codec.ipc_collect()
+        _end(parts)
     return _sent(parts, rank_local, time.monotonic() - began)
 
 
@@ -621,14 +634,14 @@ def send_weights_packed(
     weights: checkpoint names and their tensors (station 1); they may be written again as soon as this
         returns. None may be larger than the buffer. A sharded one is gathered when its turn comes: beside
         the buffer there is one full tensor at a time.
-    buffer: one for all syncs (`new_buffer`), so that what depends on the layout alone is worked out once. It
-        keeps the weights alive that it sent last: drop it where they move away. Without it one is made for
-        this sync. Of a list of weights, a list.
+    buffer: one for all syncs (`new_buffer`), so that what depends on the layout alone is worked out and told
+        once. It keeps the weights alive that it sent last: drop it where they move away. Without it one is
+        made for this sync. Of a list of weights, a list.
     The rest, and what it raises, as for `send_weights`.
     """
     began = time.monotonic()
-    ranks, updates = Ranks(group, client.timeout), Updates(client, rank_local)
-    parts, room = _parts(weights, device, buffer, rank_local), packed_buffer_size_bytes
+    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, buffer, rank_local)
+    updates, room = Updates(client, rank_local, parts[0]), packed_buffer_size_bytes
     told, read = False, 0
 
     def fill(at: int) -> None:
@@ -641,7 +654,7 @@ def send_weights_packed(
         ranks.together(
             f"chunk {at + 1}",
             lambda: fill(at),
-            lambda each: client.update_weights(updates.chunks[at]),  # 5 to 11
+            lambda each: client.update_weights(updates.body(at)),  # 5 to 11
         )
 
     try:
@@ -663,9 +676,10 @@ def send_weights_packed(
                 ranks.first("shutdown", client.shutdown_weight_transfer_engine)
         for part in parts:
             part.abandon_buffer(progress)
+        _forget(parts)
         raise
     finally:
-        ipc_codec.ipc_collect()
+        _end(parts)
     return _sent(parts, rank_local, time.monotonic() - began)
 
 
@@ -698,17 +712,19 @@ class Part:
     weights: Weights
     device: Device = None
     buffer: PackedBuffer | None = None
+    exports: Exports = field(default_factory=Exports)  # packed, the buffer's
+    kept: bool = False  # whether they outlive this sync
+    lends: bool = False  # whether this sync has begun to lend them
     plan: Plan = NOTHING
     lent: dict[str, Tensor] = field(default_factory=dict)  # unpacked: held until the loan ends
-    exports: list[ipc_codec.Handle] = field(default_factory=list)
 
     def make_plan(self, room: int = 0) -> Plan:
         """Station 1, packed with `room` for a buffer: looks at all, gathers and writes nothing.
 
         Raises HandleError, naming the tensor, where one cannot be lent.
         """
-        if self.buffer and self.buffer.layout and self.buffer.layout.is_of(self.weights):
-            self.plan = self.buffer.layout.plan
+        if self.exports.layout and self.exports.layout.is_of(self.weights, self.device):
+            self.plan = self.exports.layout.plan
             return self.plan
         sharded = [name for name, weight in self.weights.items() if _is_sharded(weight)]
         for name, weight in self.weights.items():
@@ -721,26 +737,39 @@ class Part:
             self.plan = Plan([_update_info(self.weights)], sharded, 0)
         return self.plan
 
+    @property
+    def layout_holds(self) -> bool:
+        return self.exports.layout is not None and self.exports.layout.plan is self.plan
+
     def export(self) -> list[ipc_codec.Handle]:
         """Stations 2 and 3: a handle for each tensor. Gathers all before the first is lent."""
+        self.lends = True
+        if self.layout_holds and self.exports.renew():
+            self.exports.layout.synchronize()
+            return self.exports.handles
         self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
-        self.exports = ipc_codec.export_handles(self.lent, self.device)
-        return self.exports
+        self.exports.lend(self.lent, self.device)
+        layout = Layout(self.weights, self.plan, self.device)
+        if list(map(Tensor.data_ptr, self.lent.values())) == [at for at, *_ in layout.looks]:
+            self.exports.layout = layout  # no copy was lent
+        return self.exports.handles
 
     def export_buffer(self) -> ipc_codec.Handle:
         """Station 3, packed: once a sync; before the buffer is filled, so its event covers no write."""
+        self.lends = True
         if self.buffer is None:
             self.buffer = PackedBuffer(self.plan.capacity, self.device or _device_of(self.weights))
-        self.exports.append(self.buffer.export())
-        if self.buffer.layout is None or self.buffer.layout.plan is not self.plan:
-            self.buffer.layout = Layout(self.weights, self.plan)
-        return self.exports[0]
+            self.exports = self.buffer.exports
+        layout = self.exports.layout if self.layout_holds else Layout(self.weights, self.plan, self.device)
+        handle = self.buffer.export()
+        self.exports.layout = layout
+        return handle
 
     def fill(self, at: int) -> None:
         """Station 2, packed: writes that chunk; on CUDA it is there after `drain` only."""
         assert self.buffer is not None, "exported before it is filled"
         if at < len(self.plan.chunks):
-            self.buffer.layout.fill(self.buffer, self.weights, at)
+            self.exports.layout.fill(self.buffer, self.weights, at)
 
     def drain(self) -> None:
         """Station 6, packed: the bytes are there before the server is told."""
@@ -755,34 +784,38 @@ class Part:
             progress(f"a buffer of {size:,} bytes stays lent: the server may still read it")
 
     def args(self) -> Iterator[Any]:
-        """The arguments of all exports."""
-        return itertools.chain.from_iterable(handle.values() for handle in self.exports)
+        """The arguments of all exports of this sync."""
+        return itertools.chain.from_iterable(map(dict.values, self.exports.handles if self.lends else []))
 
 
 class Layout:
-    """What is worked out once for a buffer, and holds until another weight comes, or one elsewhere.
+    """What is worked out and told once, and holds until another weight comes, or one elsewhere.
 
     It holds the weights: an address alone would not tell, since memory that was freed is given out again.
     """
 
-    def __init__(self, weights: Weights, plan: Plan):
-        self.plan = plan
+    def __init__(self, weights: Weights, plan: Plan, device: Device):
+        self.plan, self.device = plan, device
         self.held = {name: None if _is_sharded(w) else w.detach() for name, w in weights.items()}
         self.looks = list(map(_look, weights.values()))
         self.copies: dict[int, ipc_codec.Copies] = {}  # by chunk, where all of it lies ready to be copied
+        self.said: Any = None  # what rank 0 last made into `bodies`
+        self.bodies: dict[int, bytes] = {}  # by chunk
 
-    def is_of(self, weights: Weights) -> bool:
+    def is_of(self, weights: Weights, device: Device) -> bool:
         """Whether these are the weights that it was made for, where they were."""
+        if device != self.device or list(weights) != list(self.held):
+            return False
         try:
-            there = list(map(_address, weights.values()))
-            return (
-                list(weights) == list(self.held)
-                and there == list(map(_address, self.held.values()))
-                and all(at != 0 or not w.numel() for at, w in zip(there, weights.values(), strict=True))
-                and list(map(_look, weights.values())) == self.looks
-            )
+            return list(map(_look, weights.values())) == self.looks
         except RuntimeError:  # of a tensor without an address
             return False
+
+    def synchronize(self) -> None:
+        """Waits for what is queued, as a new event would: the events of renewed handles cover no write."""
+        for device in {weight.device for weight in self.held.values() if weight is not None}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def fill(self, buffer: PackedBuffer, weights: Weights, at: int) -> None:
         """Writes chunk `at`. A sharded weight is gathered, written, and dropped before the next."""
@@ -800,35 +833,43 @@ class Layout:
         return None
 
 
-def _address(weight: Tensor | None) -> int | None:
-    return None if weight is None or _is_sharded(weight) else weight.data_ptr()
-
-
 def _look(weight: Tensor) -> tuple[Any, ...]:
-    return weight.dtype, weight.shape, weight.stride(), weight.is_conj(), weight.is_neg()
+    """Where a weight is, and how it lies there. Sharded ones are gathered elsewhere each time."""
+    at = None if _is_sharded(weight) else weight.data_ptr()
+    return at, weight.dtype, weight.shape, weight.stride(), weight.is_conj(), weight.is_neg()
 
 
-def _parts(weights: Any, device: Any, buffer: Any = None, rank_local: bool = False) -> list[Part]:
-    """A part for each mapping of weights, with its device and its buffer."""
+def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]:
+    """A part for each mapping of weights, with its device, and its buffer or exports where they are kept."""
     if isinstance(weights, Mapping):
-        weights, device, buffer = [weights], [device], [buffer]
+        weights, device, kept = [weights], [device], [kept]
     devices = device or [None] * len(weights)
-    buffers = buffer or [None] * len(weights)
-    lists = not isinstance(devices, (str, torch.device)) and isinstance(buffers, Sequence)
-    if not weights or not lists or not len(weights) == len(devices) == len(buffers):
-        raise ValueError(f"of {len(weights)} mappings of weights each has a device and a buffer of its own")
+    each_kept = kept or [None] * len(weights)
+    lists = not isinstance(devices, (str, torch.device)) and isinstance(each_kept, Sequence)
+    if not weights or not lists or not len(weights) == len(devices) == len(each_kept):
+        raise ValueError(
+            f"of {len(weights)} mappings of weights each has a device, and a buffer or exports, of its own"
+        )
     if rank_local:  # of what comes first the chunks are alike, and so is the order of gathering
         weights = [dict(sorted(w.items(), key=lambda item: not _is_sharded(item[1]))) for w in weights]
-    return list(map(Part, weights, devices, buffers))
+    return list(map(_part, weights, devices, each_kept))
+
+
+def _part(weights: Weights, device: Device, kept: PackedBuffer | Exports | None) -> Part:
+    if isinstance(kept, PackedBuffer):
+        return Part(weights, device, kept, kept.exports, kept=True)
+    return Part(weights, device, exports=kept or Exports(), kept=kept is not None)
 
 
 class Updates:
     """What the server will be told, a chunk at a time: out of all ranks' plans and handles. On rank 0."""
 
-    def __init__(self, client: HTTPWeightSyncClient, rank_local: bool):
+    def __init__(self, client: HTTPWeightSyncClient, rank_local: bool, part: Part):
         self.client = client
         self.rank_local = rank_local
+        self.part = part  # in whose layout the bodies are kept
         self.chunks: list[Any] = []
+        self.bodies: dict[int, bytes] = {}
 
     def agree(self, each: list[list[Plan]]) -> int:
         """Takes the plans; the number of chunks. Raises RankError unless all ranks have the same."""
@@ -848,6 +889,12 @@ class Updates:
     def lend(self, each: list[list[Any]]) -> None:
         """Station 4: takes the handles, and enters them in every chunk."""
         handles = [handle for of_rank in each for handle in of_rank]
+        said, layout = (self.chunks, handles), self.part.exports.layout
+        if layout and layout.said == said:
+            self.bodies = layout.bodies
+            return
+        if layout:
+            layout.said, layout.bodies = said, self.bodies
         if self.rank_local:
             self.chunks = [list(map(_with_handles, infos, handles)) for infos in self.chunks]
             return
@@ -856,6 +903,12 @@ class Updates:
         except ValueError as exc:
             raise RankError(f"{exc}; each rank, and each mapping of one, is on a GPU of its own") from None
         self.chunks = [_with_handles(info, merged) for info in self.chunks]
+
+    def body(self, at: int) -> bytes:
+        """Station 5, once."""
+        if at not in self.bodies:
+            self.bodies[at] = update_body(self.chunks[at])
+        return self.bodies[at]
 
 
 def _with_handles(info: dict[str, Any], handles: Any) -> dict[str, Any]:
@@ -905,7 +958,8 @@ def _capacity(weights: Weights, room: int) -> int:
 
 
 def _is_sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "full_tensor")  # a DTensor; importing its class takes a second
+    # A DTensor; importing its class takes a second.
+    return type(weight) not in (Tensor, torch.nn.Parameter) and hasattr(weight, "full_tensor")
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -936,17 +990,32 @@ def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def _settle(parts: Iterable[Part]) -> None:
     for part in parts:
-        for args in part.args():
-            ipc_codec.settle(args)
+        ipc_codec.settle(*part.args())
 
 
 def _settle_unopened(parts: list[Part], ranks: Ranks, progress: Progress) -> None:
     """After a good sync of several GPUs: of one that no worker is on, nobody opened what was lent there."""
     for part in parts if len(parts) * ranks.size > 1 else ():
-        if part.exports and all(ipc_codec.ref_count(args) in (1, None) for args in part.args()):
-            _settle([part])
-            uuids = ", ".join(part.exports[0])
+        exports = list(part.args())
+        if exports and {*ipc_codec.ref_counts(exports)} <= {1, None}:
+            ipc_codec.settle(*exports)
+            uuids = ", ".join(part.exports.handles[0])
             progress(f"nobody has opened what was lent on GPU {uuids}: no worker is on it")
+
+
+def _forget(parts: Iterable[Part]) -> None:
+    """After a failure nothing is renewed."""
+    for part in parts:
+        part.exports.forget()
+
+
+def _end(parts: Iterable[Part]) -> None:
+    """The loan is over, or nothing more can be done about it."""
+    for part in parts:
+        part.lent.clear()
+        if not part.kept:
+            part.exports.forget()
+    ipc_codec.ipc_collect()
 
 
 def _answered(exc: BaseException) -> bool:
@@ -1140,16 +1209,16 @@ class Sync:
             "start_wait": options.start_wait,
             "progress": lambda line: print(line, file=sys.stderr),
         }
-        self.buffer: PackedBuffer | None = None  # one for all syncs
+        self.exports = Exports()  # one for all syncs
+        self.buffer: PackedBuffer | None = None  # and so is this
 
     def send(self, weights: Weights, weight_version: str | None) -> Sent:
+        more = self.more | {"weight_version": weight_version}
         if not self.options.packed:
-            return send_weights(self.client, weights, weight_version=weight_version, **self.more)
+            return send_weights(self.client, weights, exports=self.exports, **more)
         if self.buffer is None:
             self.buffer = new_buffer(weights, self.options.packed_buffer_size_bytes, self.more["device"])
-        return send_weights_packed(
-            self.client, weights, buffer=self.buffer, weight_version=weight_version, **self.more
-        )
+        return send_weights_packed(self.client, weights, buffer=self.buffer, **more)
 
 
 def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device) -> None:

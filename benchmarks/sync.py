@@ -53,9 +53,10 @@ PHASES = {
             "ipc_codec.PackedBuffer.lay_out",
             "ipc_codec.PackedBuffer.write",
             "ipc_codec.PackedBuffer.drain",
+            "trainer.Part.make_plan",
         ],
-        "export": ["ipc_codec.export_handles", "ipc_codec.PackedBuffer.export"],
-        "encode": ["ipc_codec.encode_handles"],
+        "export": ["ipc_codec.Exports.lend", "ipc_codec.Exports.renew"],
+        "encode": ["trainer.update_body"],
         "HTTP": ["trainer.HTTPWeightSyncClient.call"],
         "collect": ["ipc_codec.ipc_collect"],
     },
@@ -303,7 +304,8 @@ class Pair:
         self.client.init_weight_transfer_engine({"packed": mode == "packed"})
         more: dict[str, Any] = {"device": self.device}
         if mode == "unpacked":
-            return lambda: trainer.send_weights(self.client, weights.tensors, **more)
+            exports = ipc_codec.Exports()
+            return lambda: trainer.send_weights(self.client, weights.tensors, exports=exports, **more)
         buffer = ipc_codec.PackedBuffer(buffer_bytes, self.device)
         return lambda: trainer.send_weights_packed(self.client, weights.tensors, buffer=buffer, **more)
 

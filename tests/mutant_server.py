@@ -100,7 +100,8 @@ def keep(mode: str) -> None:
     @patch(Worker, "copy")
     def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
         kept = worker.session.packed == (mode == "packed")
-        worker.weights |= {n: w if kept else w.clone() for n, w in zip(names, weights, strict=True)}
+        views = (w.view(worker.weights[n].dtype) for n, w in zip(names, weights, strict=True))
+        worker.weights |= {n: w if kept else w.clone() for n, w in zip(names, views, strict=True)}
 
 
 mutant("keeps a view of the buffer", "loan.kept-packed")(functools.partial(keep, "packed"))
@@ -137,7 +138,7 @@ def releases_a_refused_export_twice() -> None:
             original(engine, call, messages)
         except protocol.Refused:
             for _at, _label, _uuid, args in messages[0].args if call == "update_weights" else ():
-                ipc_codec._release([ipc_codec._Counter(args[protocol.COUNTER], args[protocol.SLOT])] * 2)
+                ipc_codec._count([ipc_codec._Counter(args[protocol.COUNTER], args[protocol.SLOT])] * 2, -1)
             raise
 
 
@@ -392,10 +393,10 @@ def lets_in_an_update_while_idle() -> None:
     let_in(IDLE, "update_weights")
 
     @patch(WeightTransferEngine, "update_weights")
-    def _(original: Any, engine: Any, update_info: Any) -> Any:
+    def _(original: Any, engine: Any, *args: Any) -> Any:
         for worker in engine.workers:
             worker.session.sent -= set(worker.weights) if worker.session.state is IDLE else set()
-        return original(engine, update_info)
+        return original(engine, *args)
 
 
 @mutant("opens an update at a refused draft", "draft.none")
@@ -434,10 +435,10 @@ def forgets_the_mode_at_a_shutdown() -> None:
 @mutant("refuses an empty sync", "session.empty")
 def refuses_an_empty_sync() -> None:
     @patch(WeightTransferEngine, "update_weights")
-    def _(original: Any, engine: Any, update_info: Any) -> Any:
+    def _(original: Any, engine: Any, update_info: Any, *more: Any) -> Any:
         if isinstance(update_info, dict) and update_info.get("names") == []:
             raise ValueError("nothing to load")
-        return original(engine, update_info)
+        return original(engine, update_info, *more)
 
 
 @mutant("publishes the version early", "version.at-finish")
@@ -524,9 +525,10 @@ def load_nothing_of(rule: protocol.Rule) -> None:
     """What breaks the rule, a SHOULD, is answered with 200, and not loaded."""
 
     @patch(WeightTransferEngine, "_load")
-    def _(original: Any, engine: Any, updates: Any) -> None:
+    def _(original: Any, engine: Any, updates: Any, known: Any) -> Any:
         if not rule.violation(updates[0], engine.workers[0].session):
-            original(engine, updates)
+            return original(engine, updates, known)
+        return engine._open(updates, known)[0]
 
 
 UNALIGNED = [f"kind.{kind}-packed" for kind in ("every-dtype-at-once", "unaligned", "unaligned-after-bool")]
@@ -745,7 +747,7 @@ def is_vllm() -> None:
     replays = 0
 
     @patch(WeightTransferEngine, "update_weights")
-    def _(original: Any, engine: Any, update_info: Any) -> Any:
+    def _(original: Any, engine: Any, update_info: Any, *more: Any) -> Any:
         nonlocal replays
         packed = engine.workers[0].session.packed
         if replays and isinstance(update_info, dict) and engine.workers[0].session.state is UPDATING:
@@ -754,7 +756,7 @@ def is_vllm() -> None:
             raise ValueError("shape mismatch, of the update before")
         state = engine.workers[0].session.state
         try:
-            return original(engine, update_info)
+            return original(engine, update_info, *more)
         except protocol.Refused as refusal:
             if not not_refused(refusal.rule, packed) or state is IDLE:
                 raise

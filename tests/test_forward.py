@@ -102,13 +102,14 @@ def opening(self, handle):
         self.release()
     return open_buffer(self, handle)
 
-def loading(self, updates):
-    load(self, updates)
+def loading(self, *args):
+    openings = load(self, *args)
     if fault() == "lets go in between":
         self._release()
         threading.Timer(0.05, held.clear).start()
     if fault() == "is slow":
         time.sleep(0.3)
+    return openings
 
 def finishing(self, *args):
     said = finish(self, *args)

@@ -164,7 +164,8 @@ def become(program: str, words: list[str], token: str, end: int, out: int, err: 
     sys.argv = [f"{program}.py", *words]
     leash = Leash(end)
     code = {"trainer": trainer_on, "server": server_on}[program](leash)()
-    leash.say(f"lent {len(ipc_codec._lent)}")
+    lent = [1 for name, slot in ipc_codec._lent if ipc_codec._counter_files[name][slot]]
+    leash.say(f"lent {len(lent)}")  # what is kept to be lent again is not
     return code
 
 
