@@ -791,7 +791,7 @@ class Part:
 class Layout:
     """What is worked out and told once, and holds until another weight comes, or one elsewhere.
 
-    It holds the weights: an address alone would not tell, since memory that was freed is given out again.
+    It holds the weights, and looks at them too: memory that was freed is given out again, to others.
     """
 
     def __init__(self, weights: Weights, plan: Plan, device: Device):
@@ -807,7 +807,8 @@ class Layout:
         if device != self.device or list(weights) != list(self.held):
             return False
         try:
-            return list(map(_look, weights.values())) == self.looks
+            looks = list(map(_look, weights.values()))
+            return looks == self.looks and list(map(_address, self.held.values())) == [at for at, *_ in looks]
         except RuntimeError:  # of a tensor without an address
             return False
 
@@ -833,10 +834,15 @@ class Layout:
         return None
 
 
+def _address(weight: Tensor | None) -> int | None:
+    """None of a sharded one: it is gathered elsewhere each time."""
+    return None if weight is None or _is_sharded(weight) else weight.data_ptr()
+
+
 def _look(weight: Tensor) -> tuple[Any, ...]:
-    """Where a weight is, and how it lies there. Sharded ones are gathered elsewhere each time."""
-    at = None if _is_sharded(weight) else weight.data_ptr()
-    return at, weight.dtype, weight.shape, weight.stride(), weight.is_conj(), weight.is_neg()
+    """Where a weight is, and how it lies there."""
+    address, shape, stride = _address(weight), weight.shape, weight.stride()
+    return address, weight.dtype, shape, stride, weight.is_conj(), weight.is_neg()
 
 
 def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]:
