@@ -304,7 +304,9 @@ class HTTPWeightSyncClient:
             self._http.close()
         try:
             request = self._prepare(method, path, body)
-            reply = self._http.send(request, timeout=self.timeout, allow_redirects=False)
+            # By the adapter alone: the session would look for cookies and redirects, which are none of ours.
+            reply = self._http.get_adapter(request.url or "").send(request, timeout=self.timeout)
+            _ = reply.content  # all of it, or an error here
         # ValueError: urllib3, of the URL; OverflowError: of a time-out that no clock has.
         except (requests.RequestException, ValueError, OverflowError) as exc:
             self._http.close()
