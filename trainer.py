@@ -250,6 +250,7 @@ class HTTPWeightSyncClient:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._http = requests.Session()
+        self._http.headers.clear()  # which the server would parse, and nobody reads
         self._http.trust_env = False  # a proxy has no business between two processes of one host
         self._prepared: dict[
             tuple[str, str], requests.PreparedRequest
@@ -331,8 +332,9 @@ class HTTPWeightSyncClient:
         if (method, path) not in self._prepared:
             plain = requests.Request(method, f"{self.url}/{path}")
             self._prepared[method, path] = self._http.prepare_request(plain)
-        request = self._prepared[method, path].copy()
+        request = self._prepared[method, path]
         if body is not None:
+            request = request.copy()
             request.headers["Content-Type"] = "application/json"
             content = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False)
             request.prepare_body(content, files=None)
