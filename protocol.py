@@ -1006,7 +1006,7 @@ def _(evidence: Evidence, session: Session) -> str:
     "export.fresh", SHOULD, "torch: one reduce_tensor pays for one open and release", "before later"
 )
 def _(evidence: Evidence, session: Session) -> str:
-    """an export is opened in one sync: its reference counter is 1 when it comes"""
+    """an export that was released is not lent again unless it is renewed: its counter is 1 when it comes"""
     for label, syncs, counters in evidence.from_outside:
         if syncs > 1 and min(counters) < 0:
             return f"{label}: lent in {syncs} syncs, and the counter is {min(counters)}"
