@@ -32,7 +32,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -754,7 +754,7 @@ class Part:
         self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
         self.exports.lend(self.lent, self.device)
         layout = Layout(self.weights, self.plan, self.device)
-        if list(map(Tensor.data_ptr, self.lent.values())) == [at for at, *_ in layout.looks]:
+        if list(map(_address, self.lent.values())) == layout.look[0]:
             self.exports.layout = layout  # no copy was lent
         return self.exports.handles
 
@@ -800,25 +800,25 @@ class Layout:
 
     def __init__(self, weights: Weights, plan: Plan, device: Device):
         self.plan, self.device = plan, device
-        self.held = {name: None if _is_sharded(w) else w.detach() for name, w in weights.items()}
-        self.looks = list(map(_look, weights.values()))
+        self.names = list(weights)
+        self.held = [weight.detach() for weight in weights.values() if not _is_sharded(weight)]
+        self.look = _look(weights.values())
         self.copies: dict[int, ipc_codec.Copies] = {}  # by chunk, where all of it lies ready to be copied
         self.said: Any = None  # what rank 0 last made into `bodies`
         self.bodies: dict[int, bytes] = {}  # by chunk
 
     def is_of(self, weights: Weights, device: Device) -> bool:
         """Whether these are the weights that it was made for, where they were."""
-        if device != self.device or list(weights) != list(self.held):
-            return False
         try:
-            looks = list(map(_look, weights.values()))
-            return looks == self.looks and list(map(_address, self.held.values())) == [at for at, *_ in looks]
-        except RuntimeError:  # of a tensor without an address
+            there = device == self.device and list(weights) == self.names
+            held, *_ = self.look
+            return there and _look(weights.values()) == self.look and list(map(_address, self.held)) == held
+        except (RuntimeError, TypeError):  # of a tensor without an address, or of what is no tensor
             return False
 
     def synchronize(self) -> None:
         """Waits for what is queued, as a new event would: the events of renewed handles cover no write."""
-        for device in {weight.device for weight in self.held.values() if weight is not None}:
+        for device in {weight.device for weight in self.held}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
@@ -838,15 +838,18 @@ class Layout:
         return None
 
 
-def _address(weight: Tensor | None) -> int | None:
-    """None of a sharded one: it is gathered elsewhere each time."""
-    return None if weight is None or _is_sharded(weight) else weight.data_ptr()
+_address = Tensor.data_ptr
+_HOW: list[Callable[[Tensor], Any]] = [_address, Tensor.stride, Tensor.is_conj, Tensor.is_neg]
 
 
-def _look(weight: Tensor) -> tuple[Any, ...]:
-    """Where a weight is, and how it lies there."""
-    address, shape, stride = _address(weight), weight.shape, weight.stride()
-    return address, weight.dtype, shape, stride, weight.is_conj(), weight.is_neg()
+def _look(weights: Collection[Tensor]) -> list[list[Any]]:
+    """What weights are, where, and how they lie there, in columns; the places first.
+
+    Only what they are of sharded ones, which are gathered elsewhere each time.
+    """
+    plain = [weight for weight in weights if not _is_sharded(weight)]
+    what: list[list[Any]] = [[weight.dtype for weight in weights], [weight.shape for weight in weights]]
+    return [list(map(how, plain)) for how in _HOW] + what
 
 
 def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]:
