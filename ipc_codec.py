@@ -1211,14 +1211,21 @@ def unpack(
     `tensor_sizes` are bytes, of each tensor its elements times its item size; each starts where the one
     before it ends, and all lie inside the buffer: the rules of `protocol` see to that.
     """
-    weights: list[torch.Tensor] = []
+    flat = split(buffer, dtypes, tensor_sizes)
+    return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
+
+
+def split(
+    buffer: torch.Tensor, dtypes: Sequence[torch.dtype], tensor_sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """The same without their shapes: each has one dimension."""
+    tensors: list[torch.Tensor] = []
     end = 0
-    for dtype, run in itertools.groupby(zip(tensor_sizes, dtypes, shapes, strict=True), lambda row: row[1]):
-        sizes, _, run_shapes = zip(*run, strict=True)
+    for dtype, run in itertools.groupby(zip(tensor_sizes, dtypes, strict=True), lambda row: row[1]):
+        sizes = [size for size, _ in run]
         start, end = end, end + sum(sizes)
         flat = buffer[start:end]
         if flat.storage_offset() % dtype.itemsize:
             flat = flat.clone()  # torch views no bytes as a dtype across its item size
-        pieces = flat.view(dtype).split([size // dtype.itemsize for size in sizes])
-        weights += [piece.view(shape) for piece, shape in zip(pieces, run_shapes, strict=True)]
-    return weights
+        tensors += flat.view(dtype).split([size // dtype.itemsize for size in sizes])
+    return tensors

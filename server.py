@@ -126,15 +126,19 @@ class Worker:
         self.session = protocol.Session(uuid=ipc_codec.gpu_uuid(device))
         self.buffer = ipc_codec.PackedBufferImporter(device)
         self.weights: dict[str, Tensor] = {}
-        self.places: dict[str, Tensor] = {}  # the same, as integers that are copied to
+        self.places: dict[str, Tensor] = {}  # the same as integers, to copy to
+        self.flat_places: dict[str, Tensor] = {}  # in one dimension
         self.takes_any_name = model is None
         self.model = None if model is None else self.make_model(model)
         if self.model is not None:
             self.hold(self.model.state_dict())
 
     def hold(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights |= weights
-        self.places |= {name: ipc_codec.words_of(weight) for name, weight in weights.items()}
+        new = {name: weight.contiguous() for name, weight in weights.items()}
+        places = {name: ipc_codec.words_of(weight) for name, weight in new.items()}
+        self.weights |= new
+        self.places |= places
+        self.flat_places |= {name: place.view(-1) for name, place in places.items()}
 
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         try:
@@ -167,12 +171,14 @@ class Worker:
             raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
 
     def open(self, update: UpdateInfo, opening: Opening) -> list[Tensor]:
-        """Station 9: the trainer's tensors, in the order of `names`, as integers. They are its memory."""
+        """Station 9: the trainer's tensors, in the order of `names`, as integers. They are its memory.
+
+        Packed, each has one dimension.
+        """
         with _on(self.device):
             if self.session.packed:
-                shapes = [shape for _name, _dtype, shape in update.rows]
                 buffer = self.buffer.open_export(*opening.exports)
-                return ipc_codec.unpack(buffer, opening.dtypes, shapes, update.sizes)
+                return ipc_codec.split(buffer, opening.dtypes, update.sizes)
             return ipc_codec.open_exports(opening.exports, self.device)
 
     def lent_to_me(self, update: UpdateInfo) -> list[Any]:
@@ -199,8 +205,9 @@ class Worker:
 
     def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Station 10: a real copy into what the server holds, queued on this thread's stream."""
+        places = self.flat_places if self.session.packed else self.places
         with _on(self.device), torch.no_grad():
-            ipc_codec.copy_all([self.places[name] for name in names], weights)
+            ipc_codec.copy_all([places[name] for name in names], weights)
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's output for ids [batch, length]: [batch, length, vocabulary]."""

@@ -100,7 +100,8 @@ def keep(mode: str) -> None:
     @patch(Worker, "copy")
     def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
         kept = worker.session.packed == (mode == "packed")
-        views = (w.view(worker.weights[n].dtype) for n, w in zip(names, weights, strict=True))
+        held = [worker.weights[name] for name in names]
+        views = (w.view(h.dtype).view(h.shape) for h, w in zip(held, weights, strict=True))
         worker.weights |= {n: w if kept else w.clone() for n, w in zip(names, views, strict=True)}
 
 
@@ -558,7 +559,7 @@ def takes_what_does_not_fit() -> None:
 
     @patch(Worker, "copy")
     def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
-        fits = [(n, w) for n, w in zip(names, weights, strict=True) if worker.weights[n].shape == w.shape]
+        fits = [(n, w) for n, w in zip(names, weights, strict=True) if worker.weights[n].numel() == w.numel()]
         copy(worker, [name for name, _ in fits], [weight for _, weight in fits])
 
 
