@@ -243,8 +243,8 @@ def test_memory_that_lies_about_its_size_costs_the_device_and_the_server_says_so
         client = Client(running)
         client.begin()
         lie = {2: (1 << 36,), 8: 1 << 41}  # the second of two elements is where no GPU has memory
-        info = with_args(client.unpacked({"w": torch.ones(2)}), lie)
-        assert client.update(info).status_code == 500
+        info = client.unpacked({"w": torch.ones(2)})
+        assert client.update(info | {"ipc_handles_pickled": with_args(info, lie)}).status_code == 500
         health = client.get("/health")
         assert (health.status_code, health.content) == (503, b"")
         assert "lost" in refused(client.post(START))
