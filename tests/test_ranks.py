@@ -470,8 +470,12 @@ def sharded(kind: str, rank: int) -> torch.nn.Module:
 
 @dataclass
 class Gathered:
-    """The shapes of gathered tensors in order; how many are alive, and how many were at most."""
+    """The shapes of gathered tensors in order; how many are alive, and how many were at most.
 
+    alone: each is to be gone when the next is gathered, or soon: gloo's thread drops it after we go on.
+    """
+
+    alone: bool = False
     order: list[list[int]] = field(default_factory=list)
     alive: int = 0
     most: int = 0
@@ -483,6 +487,9 @@ class Gathered:
 
 def gather(gathered: Gathered, full_tensor: Callable[..., Tensor], weight: DTensor) -> Tensor:
     """`DTensor.full_tensor`, counted."""
+    deadline = time.monotonic() + gathered.alone
+    while gathered.alive and time.monotonic() < deadline:
+        time.sleep(0.001)
     full = full_tensor(weight)
     gathered.order.append(list(full.shape))
     gathered.count(1)
@@ -501,7 +508,7 @@ def put_gather(gather: Callable[..., Tensor]) -> None:
 def send_sharded(rank: int, url: str, kind: str, packed: bool) -> tuple[Tried, Gathered, dict[str, str]]:
     state = sharded(kind, rank).state_dict()
     full = digests({name: trainer._full(weight) for name, weight in state.items()})
-    client, device, gathered = client_of(rank, url), f"{kind}:{rank}", Gathered()
+    client, device, gathered = client_of(rank, url), f"{kind}:{rank}", Gathered(packed and kind == "cpu")
     put_gather(functools.partial(gather, gathered))
     done = tried(lambda **more: send(client, state, packed, 200, device=device, **more))
     return done, gathered, full
