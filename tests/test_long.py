@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import statistics
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -57,19 +58,39 @@ def send(client, weights, packed, **more):
     return trainer.send_weights(client, weights, device=DEVICE, **more)
 
 
+def gpu_memory(pids):
+    """What is in use on the GPU, by each of the processes.
+
+    Where nvidia-smi does not know them (in a container with a PID namespace): by all processes together.
+    Then the GPU has to be idle otherwise, or what compares two of these fails.
+    """
+    if not CUDA:
+        return {}
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+    except OSError:
+        said = ""
+    used = {int(pid): int(mib) for pid, mib in re.findall(r"^(\d+), (\d+)$", said, re.M)}
+    if used.keys() >= set(pids.values()):
+        return {f"{who} GPU MiB": used[pid] for who, pid in pids.items()}
+    free, total = torch.cuda.mem_get_info(PLACE)
+    return {"everybody's GPU bytes": total - free}
+
+
 def footprint(server):
-    """(our open files, the server's, shared-memory files, device memory in use by all, allocated by us)."""
+    """Open files, ours and the server's; shared-memory files; GPU memory; what is allocated by us."""
     gc.collect()
     ipc_codec.ipc_collect()
     if CUDA:
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(PLACE) if CUDA else (0, 0)
-    ours = tuple(f"torch_{pid}_" for pid in (os.getpid(), server.process.pid))
+    pids = {"our": os.getpid(), "server's": server.process.pid}
+    ours = tuple(f"torch_{pid}_" for pid in pids.values())
     return {
+        **gpu_memory(pids),
         "our files": len(os.listdir("/proc/self/fd")),
         "server's files": len(os.listdir(f"/proc/{server.process.pid}/fd")),
         "shm files": sum(name.startswith(ours) for name in os.listdir("/dev/shm")),
-        "device bytes": total - free,
         "our bytes": torch.cuda.memory_allocated(PLACE) if CUDA else len(ipc_codec._lent),
     }
 

@@ -66,7 +66,7 @@ unpacked_is_long = pytest.mark.parametrize(
 )
 HOLD = 0.3  # seconds that a slow witness leaves an update unanswered
 SECONDS = 20.0  # the time-out of clients and groups, where none is waited for
-PATIENCE = {"cpu": 1.0, "cuda": 4.0}  # where one is: the first use of a kernel on a GPU takes a while
+PATIENCE = {"cpu": 2.0, "cuda": 4.0}  # where one is: the first use of a kernel on a GPU takes a while
 SIZE = {"cpu": 3, "cuda": 2}  # ranks, where more than two say more, as far as two GPUs go
 SOON = 8.0  # torch's helper for shared memory keeps the connections of a process two seconds after its end
 
@@ -904,7 +904,10 @@ def send_sharded_with_a_bad_rank(rank: int, url: str, packed: bool, how: str) ->
 @both_modes
 @pytest.mark.parametrize("how, limit", [("ends", SECONDS), ("raises", 2.0)])
 def test_a_rank_that_fails_while_all_gather_is_named(witness_of, packed, how, limit):
-    """Where it can still speak, the others are stuck in the collective until that times out."""
+    """Where it can still speak, the others are stuck in the collective until that times out.
+
+    Gloo's: over NCCL they are stuck on the GPU, and torch's watchdog ends them, which says nothing here.
+    """
     witness = witness_of("cpu", 3)
     outcomes = on_own_ranks(3, send_sharded_with_a_bad_rank, witness.url, packed, how, limit=limit)
     step = "chunk 1" if packed else "export"
