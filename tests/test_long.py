@@ -170,7 +170,7 @@ def cut(info):
 def of_another_gpu(info):
     handles = ipc_codec.decode_handles(info["ipc_handles_pickled"])
     renamed = (
-        [{f"{uuid[:-1]}f": args for uuid, args in h.items()} for h in handles]
+        [{f"{uuid[:-1]}{'e' if uuid[-1] == 'f' else 'f'}": args for uuid, args in h.items()} for h in handles]
         if type(handles) is list
         else {}
     )
