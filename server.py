@@ -278,6 +278,7 @@ class WeightTransferEngine:
         self.hold_seconds = 0.0  # how long an update stays unanswered after it was read
         self.witness: Witness | None = None
         self.lost = ""  # why a device answers nothing any more
+        self.wreck: BaseException | None = None  # the error that showed it; see `look_for_lost_devices`
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
@@ -289,13 +290,20 @@ class WeightTransferEngine:
         """Whether the weights are of no single version: from a first chunk until a good finish."""
         return bool(self.applied or self.torn)
 
-    def look_for_lost_devices(self) -> None:
-        """After an error: one that a device repeats is for good, until this process ends."""
+    def look_for_lost_devices(self, exc: BaseException) -> None:
+        """After an error: one that a device repeats is for good, until this process ends.
+
+        Its frames hold the trainer's memory, and are kept: torch waits for the device where that is dropped,
+        in a destructor, and an error there ends the process.
+        """
+        if self.lost:
+            return
         try:
             for worker in self.workers:
                 worker.synchronize()
-        except RuntimeError as exc:
-            self.lost = f"{worker.device} is lost, and only a new server process gets it back: {exc}"
+        except RuntimeError as repeated:
+            self.lost = f"{worker.device} is lost, and only a new server process gets it back: {repeated}"
+            self.wreck = exc
 
     def unservable(self) -> str:
         """Why no completion can be made of these weights; empty where one can."""
@@ -446,15 +454,17 @@ class WeightTransferEngine:
             raise refusal
         try:
             yield
-        except BaseException:
+        except BaseException as exc:
             self._settle(call, nothing, ok=False)
+            self.look_for_lost_devices(exc)
             if call == "update_weights":
                 self.torn |= self.applied
                 self.applied = set()
                 self.learning = Learned()
-                self._release()
-                if self.witness:
-                    self.witness.failed()
+                if not self.lost:
+                    self._release()
+                    if self.witness:
+                        self.witness.failed()
             raise
         self._settle(call, messages or nothing, ok=True)
 
@@ -711,7 +721,7 @@ class App:
             log.warning("%s refused, 400: %.1000s", call, exc)
             return _error(400, kind, str(exc), exc.param)
         except Exception as exc:
-            self.engine.look_for_lost_devices()
+            self.engine.look_for_lost_devices(exc)
             # An unexpected error is ours: it gets its traceback, in the log only.
             expected = isinstance(exc, (ValueError, MemoryError))
             log.error("%s refused, 500: %.1000s", call, exc, exc_info=not expected)

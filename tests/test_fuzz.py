@@ -45,7 +45,7 @@ import server
 import trainer
 from protocol import CALLS, GATE, SAID, merge_handles
 from server import App, Reply
-from test_roundtrip import Client, Server, bits, digests, needs_cuda, noise, refused, with_args
+from test_roundtrip import Client, Server, bits, both_modes, digests, needs_cuda, noise, refused, with_args
 
 JSON = {"content-type": "application/json"}
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -216,6 +216,27 @@ def test_after_the_error_of_a_lost_device_health_is_503_and_every_call_says_so()
     reply = post(app, "/v1/completions", {"prompt": "a"})
     assert reply.status == 503 and "illegal memory access" in reply.body["error"]["message"]
     assert app.answer("GET", "/version", {}, b"").status == 200
+
+
+@both_modes
+def test_what_a_lost_device_had_opened_is_never_dropped(packed, monkeypatch):
+    """On CUDA the process would end: torch waits for the device where it drops a mapping."""
+    monkeypatch.setattr(server.log, "disabled", True)  # pytest keeps what is logged, and the frames with it
+    app = app_on()
+    app.engine.workers = [LostDevice(torch.device("cpu", 0))]
+    weight = torch.ones(12, dtype=torch.uint8)
+    info, handle = update_of({"w": weight}), ipc_codec.export_handle(weight, "cpu:0")
+    handles = ipc_codec.encode_handles(handle if packed else [handle])
+    info |= {"tensor_sizes": [12], "ipc_handles_pickled": handles}
+    for target, body in [(INIT, {"init_info": {"packed": packed}}), (START, None)]:
+        assert post(app, target, body).status == 200
+    for target, body in [(UPDATE, {"update_info": info}), (START, None), (FINISH, None), (SHUTDOWN, None)]:
+        assert post(app, target, body).status == 500
+    gc.collect()
+    assert [ipc_codec.ref_count(args) for args in handle.values()] == [1]
+    app.engine.wreck = None
+    app.engine.workers[0].buffer.release()
+    gc.collect()  # before its counter's slot is another's
 
 
 def test_an_error_that_the_device_does_not_repeat_is_no_loss():
