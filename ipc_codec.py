@@ -53,7 +53,7 @@ Handle = dict[str, Any]  # {gpu_uuid: fifteen arguments}, one entry per GPU
 SHM = "/dev/shm"
 HEADER_BYTES = 64  # torch's own header, at the start of every shared-memory file it makes
 SLOTS = 10_000  # reference counters in one file, an int64 each
-ALIGNMENT = 512  # bytes, of a storage in an arena, as torch's allocator has it
+ALIGNMENT = 512  # bytes, of what lies side by side in one storage, as torch's allocator has it
 COUNTER_FILE_BYTES = HEADER_BYTES + 8 * SLOTS
 SHM_NAME = re.compile(rb"/torch_\d{1,20}_\d{1,20}_\d{1,20}")
 CPU_MARK = b"cpu:"  # an emulated storage handle is this and the name of its file
@@ -136,15 +136,19 @@ def checksum(tensor: torch.Tensor) -> str:
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A 64-bit sum of each tensor's bytes, weighted by place; computed on its device.
 
-    Of large tensors the words of a row, 4 KiB, are summed first and have one weight: words that only change
-    places inside a row are not seen. Equal bytes have equal digests, and a witness compares no others: it is
-    no hash for an adversary.
+    The words of a row, 4 KiB, are summed first and have one weight: words that only change places inside a
+    row are not seen. Equal bytes have equal digests, and a witness compares no others: it is no hash for an
+    adversary.
     """
-    parts = [_rows(dense(tensor).contiguous()) for tensor in tensors]
-    if not parts:
+    plain = [dense(tensor).contiguous() for tensor in tensors]
+    if not plain:
         return []
-    rows, rest = map(_weighted, zip(*parts, strict=True))
-    return (rows + 3 * rest).tolist()
+    sizes = [tensor.nbytes for tensor in plain]
+    memory = [(run, run.numel() // ROW * ROW) for run, _sizes in runs(plain, ROW)]
+    rows = _of_rows([run[:end] for run, end in memory if end] or [memory[0][0][:0]])
+    rest = torch.cat([run[end:] for run, end in memory]).long()
+    sums = _weighted(rows, [size // ROW for size in sizes])
+    return sums.add(_weighted(rest, [size % ROW for size in sizes]), alpha=3).tolist()
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
@@ -152,34 +156,52 @@ def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-ROW = 1024  # words of 32 bits: the sum of a row overflows nothing, so that no change of high bits cancels
+def runs(tensors: Iterable[torch.Tensor], multiple: int = 1) -> list[tuple[torch.Tensor, list[int]]]:
+    """Contiguous tensors, those that lie one behind the other in a storage as one: (uint8, their sizes).
+
+    Sizes are in bytes; of all but the last of a run they are multiples of `multiple`.
+    """
+    found: list[tuple[torch.Tensor, list[int]]] = []
+    end = limit = -1
+    for tensor in tensors:
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        if address != end or end + nbytes > limit:
+            storage = tensor.untyped_storage()
+            limit = storage.data_ptr() + storage.nbytes()
+            found.append((tensor, []))
+        found[-1][1].append(nbytes)
+        end = -1 if nbytes % multiple else address + nbytes
+    return [(_bytes_of(first).as_strided((sum(sizes),), (1,)), sizes) for first, sizes in found]
 
 
-def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of each row of words (of a small tensor the words), and the bytes behind the last row."""
-    width = ROW if tensor.nbytes > 8 * ROW else 1
-    rest = tensor.nbytes % (4 * width)
-    if rest or tensor.storage_offset() * tensor.itemsize % 4:
-        flat = _bytes_of(tensor)
-        flat = flat.clone() if flat.storage_offset() % 4 else flat
-        words, behind = flat[: flat.numel() - rest].view(torch.int32), flat[flat.numel() - rest :]
-    else:
-        # One element may have any stride and be contiguous: torch would not view it.
-        words = tensor.as_strided((tensor.numel(),), (1,)).view(torch.int32)
-        behind = words[:0]
-    return words if width == 1 else words.view(-1, width).sum(1), behind
+ROW = 4096  # bytes
+BLOCK = 1 << 28  # bytes that are summed at a time: their signs take an eighth of it
+ODD = -7046029254386353131
 
 
-def _weighted(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of each vector, every number times an odd one of its place, in a few kernels for all."""
-    device, counts = vectors[0].device, [vector.numel() for vector in vectors]
-    lengths = torch.tensor(counts, device=device)
-    if not any(counts):
-        return torch.zeros_like(lengths)
-    owner = torch.arange(len(vectors), device=device).repeat_interleave(lengths, output_size=sum(counts))
-    at = torch.arange(len(owner), device=device) - (lengths.cumsum(0) - lengths)[owner]
-    weighted = torch.cat(list(vectors)).long() * ((at * -7046029254386353131) | 1)
-    return torch.zeros_like(lengths).index_add_(0, owner, weighted)
+def _of_rows(memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number for each row of all, in their order.
+
+    The words have 64 bits: torch's sum of smaller ones begins with a copy in 64 bits, twice as large. In a
+    sum modulo 2^64 high bits cancel where many words change alike. So the signs count apart (eight counts are
+    in one number), the first word is there three times, and the upper half is added to the lower.
+    """
+    aligned = [part.clone() if part.storage_offset() % 8 else part for part in memory]
+    blocks = [block.view(torch.int64).view(-1, ROW // 8) for part in aligned for block in part.split(BLOCK)]
+    sums = torch.cat([words.sum(1) for words in blocks])
+    signs = torch.cat([(words < 0).view(torch.int64).sum(1) for words in blocks])
+    mixed = sums.add(torch.cat([words[:, 0] for words in blocks]), alpha=2).add(signs, alpha=ODD)
+    return mixed + (mixed >> 32)
+
+
+def _weighted(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The sums of so many values each, every value times an odd number of its place among them."""
+    many = torch.tensor(counts, device=values.device)
+    ends = many.cumsum(0)
+    owner = torch.repeat_interleave(many, output_size=len(values))
+    at = torch.arange(len(values), device=values.device) - (ends - many)[owner]
+    sums = torch.cat([many[:1] * 0, (values * (at * ODD | 1)).cumsum(0)])  # adding to few places is slower
+    return sums[ends] - sums[ends - many]
 
 
 def place(device: torch.device) -> torch.device:
@@ -390,9 +412,8 @@ def arena(module: torch.nn.Module) -> torch.Tensor:
     storages = {dense(tensor).untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         raise HandleError("the conj or neg flag of a tensor is not in its bytes; resolve it first")
-    starts, end = {}, 0
-    for at, storage in storages.items():
-        starts[at], end = end, end + -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    places, end = side_by_side([storage.nbytes() for storage in storages.values()])
+    starts = dict(zip(storages, places, strict=True))
     if len({storage.device for storage in storages.values()}) > 1:
         raise HandleError("the module lies on several devices; an arena lies on one")
     memory = torch.empty(end, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
@@ -403,6 +424,12 @@ def arena(module: torch.nn.Module) -> torch.Tensor:
         start = starts[tensor.untyped_storage()._cdata] // tensor.itemsize + tensor.storage_offset()
         tensor.data = _flat(flat, tensor.dtype).as_strided(tensor.size(), tensor.stride(), start)
     return memory
+
+
+def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes begin in one storage, and how many bytes that has."""
+    ends = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 # --- Stations 5 and 8: handles as text, and back ------------------------------------------------------
@@ -1142,7 +1169,7 @@ class PackedBuffer:
         """What `fill` will copy, and where to: to be written again for as long as no tensor moves."""
         if self._bytes is None:
             raise HandleError("the buffer was abandoned; export it anew first")
-        pieces = [_bytes_of(wire_form(tensor)) for tensor in tensors]
+        pieces = [piece for piece, _sizes in runs(map(wire_form, tensors))]
         total = sum(piece.numel() for piece in pieces)
         if total > self.capacity_bytes:
             raise HandleError(f"{total} bytes do not fit into a packed buffer of {self.capacity_bytes}")

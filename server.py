@@ -90,6 +90,7 @@ class Opening(NamedTuple):
 
     exports: list[ipc_codec.IpcArgs]
     dtypes: list[torch.dtype]
+    places: list[Tensor] = []  # packed, where they are copied to, once that is known: neighbours are one
 
 
 class Known(NamedTuple):
@@ -178,6 +179,9 @@ class Worker:
         with _on(self.device):
             if self.session.packed:
                 buffer = self.buffer.open_export(*opening.exports)
+                if opening.places:
+                    sizes = [place.numel() for place in opening.places]
+                    return list(buffer[: sum(sizes)].split(sizes))
                 return ipc_codec.split(buffer, opening.dtypes, update.sizes)
             return ipc_codec.open_exports(opening.exports, self.device)
 
@@ -195,19 +199,28 @@ class Worker:
             for row, size in zip(update.rows, update.sizes, strict=True)
             if row[0] not in self.weights
         ]
-        needed = sum(size for _row, size in new)
+        starts, needed = ipc_codec.side_by_side(size for _row, size in new)
         if self.device.type == "cpu" and needed > (free := _free_memory() if new else 0):
             raise MemoryError(f"{needed:,} bytes are needed for new names, and {free:,} are there")
+        memory = torch.empty(needed, dtype=torch.uint8, device=self.place)
         return {
-            name: torch.empty(shape, dtype=ipc_codec.parse_dtype(dtype), device=self.place)
-            for (name, dtype, shape), _size in new
+            name: memory[start : start + size].view(ipc_codec.parse_dtype(dtype)).view(shape)
+            for start, ((name, dtype, shape), size) in zip(starts, new, strict=True)
         }
 
-    def copy(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+    def copy(self, names: Sequence[str], weights: Sequence[Tensor], places: Sequence[Tensor] = ()) -> None:
         """Station 10: a real copy into what the server holds, queued on this thread's stream."""
-        places = self.flat_places if self.session.packed else self.places
+        held = self.flat_places if self.session.packed else self.places
         with _on(self.device), torch.no_grad():
-            ipc_codec.copy_all([places[name] for name in names], weights)
+            ipc_codec.copy_all(places or [held[name] for name in names], weights)
+
+    def learned(self, update: UpdateInfo, opening: Opening) -> Opening:
+        """The opening, with the places; all names are held by now."""
+        if not self.session.packed:
+            return opening
+        return opening._replace(
+            places=[run for run, _ in ipc_codec.runs(self.weights[n] for n in update.names)]
+        )
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's output for ids [batch, length]: [batch, length, vocabulary]."""
@@ -374,7 +387,9 @@ class WeightTransferEngine:
             known = update.known or replace(update, ipc_handles_pickled=None, handles=None)
             return replace(update, known=known, again=True)
 
-        return Known(update_info, _each(updates, again), self._layout(updates[0]), openings)
+        each = zip(self.workers, updates, openings, strict=True)
+        learned = [worker.learned(update, opening) for worker, update, opening in each]
+        return Known(update_info, _each(updates, again), self._layout(updates[0]), learned)
 
     def _layout(self, update: UpdateInfo) -> tuple[bool, bytes] | None:
         """The mode, and what tells a layout from another in it; None where that cannot be told."""
@@ -387,11 +402,12 @@ class WeightTransferEngine:
         openings, opened, rooms = self._open(updates, known)
         if self.witness:
             self.witness.opened(updates, opened)
-        for worker, update, room, weights in zip(self.workers, updates, rooms, opened, strict=True):
+        each = zip(self.workers, updates, rooms, opened, openings, strict=True)
+        for worker, update, room, weights, opening in each:
             worker.hold(room)
             self.applied.update(update.names)
             self.writes += bool(weights)
-            worker.copy(update.names, weights)
+            worker.copy(update.names, weights, opening.places)
         for worker in self.workers:
             worker.synchronize()  # station 11: the bytes have been read, on every device
         if self.hold_seconds:

@@ -828,8 +828,9 @@ class Layout:
             return buffer.write(self.copies[at])
         chunk = [weights[name] for name in self.plan.chunks[at]["names"]]
         if not any(map(_is_sharded, chunk)):
-            buffer.write(copies := buffer.lay_out(chunk))
-            if all(a.data_ptr() == b.data_ptr() for a, b in zip(copies[1], chunk, strict=True)):
+            there = list(map(ipc_codec.wire_form, chunk))
+            buffer.write(copies := buffer.lay_out(there))
+            if list(map(_address, there)) == list(map(_address, chunk)):
                 self.copies[at] = copies
             return None
         start = 0

@@ -44,6 +44,7 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {}
+server.KNOWN_BYTES = 0  # an update that comes again is copied in larger pieces than faults know of
 
 
 def mutant(name: str, *red: str, **more: Any) -> Callable[[Any], Any]:
@@ -82,7 +83,7 @@ def replies_before_the_copy() -> None:
             late.pop().join()
 
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
         if not worker.session.packed:
             return copy(worker, names, weights)
         late.append(threading.Timer(0.2, copy, (worker, names, weights)))
@@ -98,7 +99,7 @@ def replies_before_the_copy() -> None:
 
 def keep(mode: str) -> None:
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
         kept = worker.session.packed == (mode == "packed")
         held = [worker.weights[name] for name in names]
         views = (w.view(h.dtype).view(h.shape) for h, w in zip(held, weights, strict=True))
@@ -210,7 +211,7 @@ def drops_empty_tensors() -> None:
         return {name: room for name, room in original(*args).items() if room.numel()}
 
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
         some = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight.numel()]
         copy(worker, [name for name, _ in some], [weight for _, weight in some])
 
@@ -225,8 +226,9 @@ BOOL = [
 @mutant("takes bool for its opposite", *BOOL)
 def takes_bool_for_its_opposite() -> None:
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
-        copy(worker, names, [~w if w.dtype == torch.bool else w for w in weights])
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
+        named = zip(names, weights, strict=True)
+        copy(worker, names, [w ^ 1 if worker.weights[n].dtype == torch.bool else w for n, w in named])
 
 
 @mutant(
@@ -249,7 +251,7 @@ def refuses_scalars() -> None:
 @mutant("forgets whatever a case about kinds sends", "kind.*")
 def forgets_kinds() -> None:
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
         copy(worker, names, weights)
         for name in names:
             if " " in name:
@@ -558,7 +560,7 @@ def takes_what_does_not_fit() -> None:
     Worker._check_fit = lambda *args: None  # type: ignore[method-assign]
 
     @patch(Worker, "copy")
-    def _(copy: Any, worker: Worker, names: Any, weights: Any) -> None:
+    def _(copy: Any, worker: Worker, names: Any, weights: Any, *_: Any) -> None:
         fits = [(n, w) for n, w in zip(names, weights, strict=True) if worker.weights[n].numel() == w.numel()]
         copy(worker, [name for name, _ in fits], [weight for _, weight in fits])
 

@@ -391,9 +391,126 @@ def test_digests_tell_what_changed_everywhere_at_once(device, dtype, shape):
     """Signs are the highest bits: of an even number of them a sum modulo 2^64 could know nothing."""
     torch.manual_seed(0)
     tensor = (100 * torch.randn(shape)).to(device[:-2], dtype) + 1
-    changed = [tensor, -tensor, tensor.flip(0), torch.zeros_like(tensor), tensor + 1]
-    assert len(set(ipc_codec.digests(changed))) == 5
+    changed = [tensor, -tensor, tensor.flip(0), torch.zeros_like(tensor), tensor + 1, tensor * 256]
+    assert len(set(ipc_codec.digests(changed))) == 6
     assert ipc_codec.digests([tensor.clone()]) == ipc_codec.digests([tensor])
+
+
+ROW = ipc_codec.ROW
+SIZES = [5 * ROW, ROW, 3 * ROW, 0, 2 * ROW, 1, 3 * ROW + 1, 7, 5120, 4 * ROW - 4, 3 * ROW, 12, 3 * ROW]
+
+
+def random_bytes(nbytes: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(nbytes)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator).to(device[:-2])
+
+
+def side_by_side(pieces: list[torch.Tensor], alignment: int, start: int = 0) -> list[torch.Tensor]:
+    """The same bytes in one storage, between others."""
+    rooms = [-(-piece.numel() // alignment) * alignment for piece in pieces]
+    memory = random_bytes(start + sum(rooms), str(pieces[0].device) + ":0")
+    places = memory[start:].split(rooms)
+    return [place[: piece.numel()].copy_(piece) for place, piece in zip(places, pieces, strict=True)]
+
+
+@pytest.mark.parametrize("alignment, start", [(1, 0), (1, 1), (4, 8), (512, 0), (ROW, 256)])
+def test_digests_are_of_the_bytes_alone_wherever_they_lie(device, alignment, start):
+    alone = [random_bytes(size, device) for size in SIZES]
+    alone[-1][-1] += 1  # of three tensors of one size the last differs in a byte
+    expected = [ipc_codec.digests([piece])[0] for piece in alone]
+    assert len(set(expected)) == len(SIZES) - 1 and expected[2] == expected[10]
+    together = side_by_side(alone, alignment, start)
+    assert ipc_codec.digests(together) == expected
+    order = random.Random(0).sample(range(len(SIZES)), len(SIZES))
+    mixed = [(together if at % 3 else alone)[at] for at in order]
+    assert ipc_codec.digests(mixed) == [expected[at] for at in order]
+    begins = together[0][: 3 * ROW]  # what overlaps
+    first = ipc_codec.digests([begins.clone()])
+    assert ipc_codec.digests([together[0], *together, begins]) == [expected[0], *expected, *first]
+
+
+def test_digests_do_not_know_dtype_or_strides(device):
+    alone = [random_bytes(size, device) for size in (3 * ROW, 8 * ROW, 64, 5120)]
+    memory = side_by_side(alone, 512)
+    expected = ipc_codec.digests(alone)
+    for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.complex128):
+        assert ipc_codec.digests([piece.view(dtype).view(2, -1) for piece in memory]) == expected
+    stepped = [torch.stack([piece, piece], 1)[:, 0] for piece in alone]
+    assert ipc_codec.digests(stepped) == expected
+    across = [piece.view(8, -1).t().contiguous().t() for piece in alone]
+    assert ipc_codec.digests([*across, *memory]) == 2 * expected
+    turned = [piece.view(8, -1).t() for piece in memory]  # at the same addresses
+    copied = ipc_codec.digests([piece.clone(memory_format=torch.contiguous_format) for piece in turned])
+    assert ipc_codec.digests([*memory, *turned]) == expected + copied
+    assert ipc_codec.digests([]) == [] and len(set(ipc_codec.digests([alone[0][:0], alone[0][:0]]))) == 1
+
+
+def test_a_run_ends_with_its_storage_and_before_a_gap():
+    """Two storages may lie side by side: torch would not look from one into the other."""
+    memory = bytearray(random_bytes(6 * ROW, "cpu:0").tolist())
+    halves = [torch.frombuffer(memory, dtype=torch.uint8, count=3 * ROW, offset=at * ROW) for at in (0, 3)]
+    assert halves[0].data_ptr() + 3 * ROW == halves[1].data_ptr()
+    assert ipc_codec.digests(halves) == ipc_codec.digests([half.clone() for half in halves])
+    rows = torch.zeros(9 * ROW, dtype=torch.uint8).split(ROW)
+    found = ipc_codec.runs([*rows[:2], rows[2][:8], rows[2][8:], *rows[5:7], rows[4]], ROW)
+    at = [(run.data_ptr() - rows[0].data_ptr(), sizes) for run, sizes in found]
+    second, last = (2 * ROW + 8, [ROW - 8]), (4 * ROW, [ROW])
+    assert at == [(0, [ROW, ROW, 8]), second, (5 * ROW, [ROW, ROW]), last]
+    assert [len(run) for run, _ in found] == [2 * ROW + 8, ROW - 8, 2 * ROW, ROW]
+    assert [sizes for _, sizes in ipc_codec.runs([rows[0], rows[1][:3], rows[1][3:]])] == [[ROW, 3, ROW - 3]]
+
+
+def test_digests_do_not_know_in_how_many_blocks_rows_are_summed(device, monkeypatch):
+    alone = [random_bytes(5 * ROW, device), random_bytes(7 * ROW, device)]
+    expected = ipc_codec.digests(alone)
+    monkeypatch.setattr(ipc_codec, "BLOCK", 2 * ROW)
+    for alignment, start in ((1, 0), (1, 4), (512, 1)):
+        assert ipc_codec.digests(side_by_side(alone, alignment, start)) == expected
+
+
+@pytest.mark.parametrize("alignment", [1, 512])
+def test_a_flipped_bit_changes_one_digest(device, alignment):
+    together = side_by_side([random_bytes(size, device) for size in SIZES], alignment)
+    expected = ipc_codec.digests(together)
+    chance = random.Random(alignment)
+    for at, tensor in enumerate(together):
+        edges = {0, len(tensor) - 1, len(tensor) // ROW * ROW - 1, len(tensor) // ROW * ROW}
+        for byte in sorted(edges & {*range(len(tensor))}):
+            for bit in {7, chance.randrange(7)}:
+                tensor[byte] ^= 1 << bit
+                now = ipc_codec.digests(together)
+                assert [a == b for a, b in zip(now, expected, strict=True)] == [n != at for n in range(13)]
+                tensor[byte] ^= 1 << bit
+
+
+def test_bytes_that_move_over_a_border_change_both_digests(device):
+    first, second = side_by_side([random_bytes(3 * ROW, device), random_bytes(4 * ROW, device)], 1)
+    before = ipc_codec.digests([first, second])
+    first[-4:], second[:4] = second[:4].clone(), first[-4:].clone()
+    after = ipc_codec.digests([first, second])
+    assert before[0] != after[0] and before[1] != after[1]
+    first[-ROW:], second[:ROW] = second[:ROW].clone(), first[-ROW:].clone()
+    assert not {*ipc_codec.digests([first, second])} & {*before, *after}
+
+
+def test_rows_that_change_places_are_seen(device):
+    tensor = random_bytes(4 * ROW, device)
+    rows = tensor.view(4, ROW)
+    orders = [rows, rows.flip(0), rows[[0, 2, 1, 3]], rows[[1, 2, 3, 0]]]
+    assert len(set(ipc_codec.digests(orders))) == 4
+
+
+def test_high_bits_do_not_cancel(device):
+    """In a row of 512 words, and over 64 rows: 2^55 in each word is 2^64 in a row."""
+    words = random_bytes(64 * ROW, device).view(torch.int64) >> 2  # room for a step, below the signs
+    same = words.clone()
+    same[1:3] = same[1]
+    for bit in (0, 31, 32, *range(52, 64)):
+        step = (1 << bit) - (bit == 63) * (1 << 64)
+        pair = same.clone()
+        pair[1:3] ^= step
+        changed = [words, words + step, same, pair]
+        assert len(set(ipc_codec.digests(changed))) == 4, bit
 
 
 def test_a_meta_module_is_no_arena():
