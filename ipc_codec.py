@@ -147,8 +147,9 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
     memory = [(run, run.numel() // ROW * ROW) for run, _sizes in runs(plain, ROW)]
     rows = _of_rows([run[:end] for run, end in memory if end] or [memory[0][0][:0]])
     rest = torch.cat([run[end:] for run, end in memory]).long()
-    sums = _weighted(rows, [size // ROW for size in sizes])
-    return sums.add(_weighted(rest, [size % ROW for size in sizes]), alpha=3).tolist()
+    counts = [size // ROW for size in sizes] + [size % ROW for size in sizes]
+    of_rows, of_rest = _weighted(torch.cat([rows, rest]), counts).view(2, -1)
+    return of_rows.add(of_rest, alpha=3).tolist()
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
@@ -938,7 +939,10 @@ def ref_count(args: Any) -> int | None:
 
 def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     """The same of many, reading each file once."""
-    return _counts(list(map(_counter, exports)))
+    given = [_by_name(args) for args in exports]
+    _check([args for args in given if args.ref_counter_handle is not None], COUNTER)
+    slots = [(args.ref_counter_handle, args.ref_counter_offset) for args in given]
+    return _counts([None if name is None else _Counter(name, slot) for name, slot in slots])
 
 
 def _counts(counters: Sequence[_Counter | None]) -> list[int | None]:
