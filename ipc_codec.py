@@ -136,20 +136,20 @@ def checksum(tensor: torch.Tensor) -> str:
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A 64-bit sum of each tensor's bytes, weighted by place; computed on its device.
 
-    The words of a row, 4 KiB, are summed first and have one weight: words that only change places inside a
-    row are not seen. Equal bytes have equal digests, and a witness compares no others: it is no hash for an
-    adversary.
+    The words of a row, 4 KiB, are summed first and have one weight. So words that only change places inside
+    a row are not seen, and the highest bits of some of its words may cancel. Equal bytes have equal digests,
+    and a witness compares no others: it is no hash for an adversary.
     """
     plain = [dense(tensor).contiguous() for tensor in tensors]
     if not plain:
         return []
     sizes = [tensor.nbytes for tensor in plain]
+    many = torch.tensor([[n // ROW for n in sizes], [n % ROW for n in sizes]], device=plain[0].device)
     memory = [(run, run.numel() // ROW * ROW) for run, _sizes in runs(plain, ROW)]
-    rows = _of_rows([run[:end] for run, end in memory if end] or [memory[0][0][:0]])
     rest = torch.cat([run[end:] for run, end in memory]).long()
-    counts = [size // ROW for size in sizes] + [size % ROW for size in sizes]
-    of_rows, of_rest = _weighted(torch.cat([rows, rest]), counts).view(2, -1)
-    return of_rows.add(of_rest, alpha=3).tolist()
+    values = torch.cat([*_of_rows([run[:end] for run, end in memory if end]), rest])
+    rows, rests = _weighted(values, many.view(-1)).view(2, -1)
+    return rows.add(rests, alpha=3).tolist()
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
@@ -176,28 +176,26 @@ def runs(tensors: Iterable[torch.Tensor], multiple: int = 1) -> list[tuple[torch
 
 
 ROW = 4096  # bytes
-BLOCK = 1 << 28  # bytes that are summed at a time: their signs take an eighth of it
 ODD = -7046029254386353131
 
 
-def _of_rows(memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number for each row of all, in their order.
+def _of_rows(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A number for each row of all, in their order, in one vector; none where there is no row.
 
-    The words have 64 bits: torch's sum of smaller ones begins with a copy in 64 bits, twice as large. In a
-    sum modulo 2^64 high bits cancel where many words change alike. So the signs count apart (eight counts are
-    in one number), the first word is there three times, and the upper half is added to the lower.
+    The words have 64 bits: torch's sum of smaller ones begins with a copy in 64 bits, twice as large. High
+    bits cancel where all words change alike: so the first word counts apart, and upper halves for lower ones.
     """
     aligned = [part.clone() if part.storage_offset() % 8 else part for part in memory]
-    blocks = [block.view(torch.int64).view(-1, ROW // 8) for part in aligned for block in part.split(BLOCK)]
-    sums = torch.cat([words.sum(1) for words in blocks])
-    signs = torch.cat([(words < 0).view(torch.int64).sum(1) for words in blocks])
-    mixed = sums.add(torch.cat([words[:, 0] for words in blocks]), alpha=2).add(signs, alpha=ODD)
-    return mixed + (mixed >> 32)
+    rows = [part.view(torch.int64).view(-1, ROW // 8) for part in aligned]
+    if not rows:
+        return []
+    sums = torch.cat([words.sum(1) for words in rows])
+    mixed = sums.add(torch.cat([words[:, 0] for words in rows]), alpha=ODD)
+    return [mixed + (mixed >> 32)]
 
 
-def _weighted(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _weighted(values: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
     """The sums of so many values each, every value times an odd number of its place among them."""
-    many = torch.tensor(counts, device=values.device)
     ends = many.cumsum(0)
     owner = torch.repeat_interleave(many, output_size=len(values))
     at = torch.arange(len(values), device=values.device) - (ends - many)[owner]

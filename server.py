@@ -526,6 +526,7 @@ class Witness:
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
         self.refused: list[Any] = []  # exports of refused updates, of all workers
+        self.described: tuple[Any, Any] = (None, None)  # an update, and its handles as plain values
         self._begin()
         self._line(
             {**protocol.TRANSCRIPT, "digest": "ipc_codec.digests", "uuids": [w.session.uuid for w in workers]}
@@ -553,8 +554,14 @@ class Witness:
         rank_local = isinstance(update_info, list)
         said = updates if rank_local else updates[:1]
         self.came = list(_exports(update.handles for update in said if not update.undecodable))
-        described = [ipc_codec.describe_handles(update.handles) for update in said]
+        described = list(map(self._described, said))
         self.handles = described if rank_local else described[0]
+
+    def _described(self, update: UpdateInfo) -> Any:
+        """Its handles as plain values. One that comes again is described once."""
+        if update is not self.described[0]:
+            self.described = update, ipc_codec.describe_handles(update.handles)
+        return self.described[1]
 
     def not_taken(self, exc: ValueError) -> None:
         self.seen[0]["misfit" if isinstance(exc, Misfit) else "unopened"] = str(exc)

@@ -266,10 +266,10 @@ class HTTPWeightSyncClient:
     def update_weights(self, update_info: Any) -> None:
         """One chunk, a dict, or rank-local a list of dicts; returns when the server has read it.
 
-        Also takes what `update_body` made of it, to be sent more than once.
+        Also takes what `update_body` made of it, to be sent more than once, or a `Late` of that.
         """
-        body = update_info if isinstance(update_info, bytes) else update_body(update_info)
-        self.call("update_weights", body)
+        made = isinstance(update_info, (bytes, Late))
+        self.call("update_weights", update_info if made else update_body(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = {"weight_version": weight_version}
@@ -336,7 +336,7 @@ class HTTPWeightSyncClient:
         if body is not None:
             request = request.copy()
             request.headers["Content-Type"] = "application/json"
-            content = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False)
+            content = body if isinstance(body, (bytes, Late)) else json.dumps(body, allow_nan=False)
             request.prepare_body(content, files=None)
         return request
 
@@ -356,6 +356,23 @@ def _clear_frames(exc: BaseException | None) -> None:
     while exc is not None and not isinstance(exc, SyncError):
         traceback.clear_frames(exc.__traceback__)
         exc = exc.__context__
+
+
+class Late:
+    """A body that is sent when `ready` has returned. The head of its request is on its way meanwhile."""
+
+    def __init__(self, content: bytes, ready: Callable[[], Any]):
+        self.content, self.ready, self.size = content, ready, len(content)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, size: int = -1) -> bytes:
+        """All at once, then nothing."""
+        content, self.content = self.content, b""
+        if content:
+            self.ready()
+        return content
 
 
 def update_body(update_info: Any) -> bytes:
@@ -651,6 +668,8 @@ def send_weights_packed(
     def fill(at: int) -> None:
         nonlocal told
         _fill(parts, at)  # 2
+        if ranks.rank > 0:
+            _drain(parts)
         told = True  # from here on the server may be asked
 
     def send_chunk(at: int) -> None:
@@ -658,7 +677,7 @@ def send_weights_packed(
         ranks.together(
             f"chunk {at + 1}",
             lambda: fill(at),
-            lambda each: client.update_weights(updates.body(at)),  # 5 to 11
+            lambda each: client.update_weights(Late(updates.body(at), lambda: _drain(parts))),  # 5 to 11
         )
 
     try:
@@ -987,9 +1006,12 @@ def _full(weight: Tensor) -> Tensor:
 
 
 def _fill(parts: Iterable[Part], at: int) -> None:
-    """Fills all buffers, several GPUs at once, and waits until the bytes are there."""
+    """Fills all buffers, several GPUs at once."""
     for part in parts:
         part.fill(at)
+
+
+def _drain(parts: Iterable[Part]) -> None:
     for part in parts:
         part.drain()
 
