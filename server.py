@@ -1900,7 +1900,12 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     except (OSError, ValueError) as exc:
         print(f"server.py: {options.judge!r} cannot be run: {exc}", file=sys.stderr)
         return 2
-    serving = threading.Thread(target=server.serve_forever, daemon=True)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError, ValueError):  # an interrupt has closed it before we came here
+            server.serve_forever()
+
+    serving = threading.Thread(target=serve, daemon=True)
     try:
         serving.start()
         ended = trainer.wait()  # an interrupt ends this process, and so the trainer
