@@ -9,6 +9,7 @@ weights have the names and shapes of the checkpoint, and random bits. PHASES say
 from outside: the self time of each, summed over a sync. What no phase covers is "other". `HTTP` is the
 trainer's call without the server's part. Nothing synchronises a device that the program does not.
 The total is of syncs without timers; the phases are of other syncs, and what timing cost them is printed.
+They are of syncs after the first: what is kept between syncs is neither encoded nor decoded in them.
 The floor is one copy of the same weights on the same device, measured before and after each block; packed,
 every byte is copied twice. Minima and maxima are printed: where they are far apart the machine was busy.
 On the CPU each side has one thread: with two, small copies took up to tens of times longer on a busy machine.
@@ -64,7 +65,7 @@ PHASES = {
         "parse": ["server.Request.json"],
         "decode": ["ipc_codec.decode_handles"],
         "rules": ["protocol.Session.broken_rules"],
-        "check": ["server.Worker.check"],
+        "check": ["server.Worker.check", "ipc_codec.check_memory"],
         "open": ["server.Worker.open"],
         "copy": ["server.Worker.copy", "server.Worker.synchronize"],
         "witness": ["ipc_codec.digests", "ipc_codec.describe_handles", "server.Witness.write"],
@@ -335,8 +336,7 @@ def one_copy(weights: Weights, syncs: int) -> list[float]:
 def measure(pair: Pair, weights: Weights, mode: str, buffer_bytes: int, syncs: int) -> dict[str, Any]:
     """Medians over `syncs` syncs without timers (total, memory), and over as many with (phases), in turns."""
     send = pair.sender(weights, mode, buffer_bytes)
-    for _ in range(WARM_UPS):
-        send()
+    first, *_ = (pair.sync(send) for _ in range(WARM_UPS))
     turns = [(pair.sync(send), pair.sync(send, timed=True)) for _ in range(syncs)]
     plain, timed = zip(*turns, strict=True)
     total, with_timers = (median(sync["total"] for sync in each) for each in (plain, timed))
@@ -346,6 +346,7 @@ def measure(pair: Pair, weights: Weights, mode: str, buffer_bytes: int, syncs: i
         "buffer_bytes": buffer_bytes if mode == "packed" else None,
         "tensors": len(weights.tensors),
         "bytes": weights.nbytes,
+        "first_ms": 1e3 * first["total"],
         "total_ms": 1e3 * total,
         "total_range_ms": spread([sync["total"] for sync in plain]),
         "timed_total_ms": 1e3 * with_timers,
@@ -448,6 +449,7 @@ def as_text(result: dict[str, Any]) -> str:
             f"  total {_ranged(result, 'total')} (with timers {result['timed_total_ms']:.2f}), "
             f"{result['gb_per_s']:.1f} GB/s{_target(result)}",
             f"  {result['floors']:.2f} times one copy: {_ranged(result, 'floor')}{_doubt(result)}",
+            f"  the first sync, before anything is known: {result['first_ms']:.2f} ms",
             f"  peak extra memory in a sync: {extra}\n",
         ]
     )

@@ -31,6 +31,7 @@ def test_a_tiny_run_shows_every_phase():
     *blocks, round_trip = map(json.loads, ran.stdout.splitlines())
     assert [block["mode"] for block in blocks] == ["unpacked", "packed"]
     named = {(side, phase) for side, phases in BENCHMARK["PHASES"].items() for phase in phases}
+    named -= {("trainer", "encode"), ("server", "decode")}  # what comes again word for word
     for block in blocks:
         assert {(row["side"], row["phase"]) for row in block["phases"] if row["ms"] > 0} == {
             *named,
