@@ -288,6 +288,7 @@ class Exports:
         self.layout: Any = None  # its owner's, for as long as the tensors lie where they are
         self._aliases: Aliases = {}
         self._counters: list[_Counter] = []
+        _renewable.add(self)
 
     def lend(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
@@ -344,6 +345,9 @@ def _export(plain: torch.Tensor, device: torch.device | str | None, aliases: Ali
     alias = of_storage[-1]
     export = _export_cpu(plain, ours.index, alias) if ours.type == "cpu" else _export_cuda(alias.of(plain))
     return {gpu_uuid(ours): export}
+
+
+_renewable: weakref.WeakSet[Exports] = weakref.WeakSet()
 
 
 class _Alias:
@@ -1034,7 +1038,12 @@ _free_slots: collections.deque[_Counter] = collections.deque()
 
 @atexit.register
 def _forget() -> None:
-    """Unlinks our files now; otherwise torch's manager process does, two seconds after us."""
+    """Unlinks our files now; otherwise torch's manager process does, two seconds after us.
+
+    Of CUDA's torch would say at the end that something is still lent.
+    """
+    for exports in list(_renewable):
+        exports.forget()
     _lent.clear()
     _free_slots.clear()
     _counter_files.clear()

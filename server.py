@@ -93,12 +93,15 @@ class Opening(NamedTuple):
     places: list[Tensor] = []  # packed, where they are copied to, once that is known: neighbours are one
 
 
+Layout = tuple[bool, bytes] | None  # a mode, and what tells a layout from others in it
+
+
 class Known(NamedTuple):
     """An update of a good sync, and what it came to. The same text means the same in the next sync."""
 
     update_info: Any
     updates: list[UpdateInfo]  # one a worker
-    layout: tuple[bool, bytes] | None
+    layout: Layout
     openings: list[Opening]  # one a worker
 
 
@@ -362,12 +365,13 @@ class WeightTransferEngine:
         text = self.workers[0].session.packed, body
         with self._session("update_weights", updates):
             known = self.learned.texts.get(text) if _gate_is_open() else None
-            updates += known.updates if known else self._read(update_info)
+            layout = known.layout if known else self._read(update_info, updates)
+            updates += known.updates if known else []
             if self.witness:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
             openings = self._load(updates, known)
-            self.learning.add(text, known or self._known(update_info, updates, openings))
+            self.learning.add(text, known or self._known(update_info, updates, layout, openings))
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 
@@ -376,23 +380,27 @@ class WeightTransferEngine:
         known = self.learned.texts.get((self.workers[0].session.packed, body))
         return known and {"update_info": known.update_info}
 
-    def _read(self, update_info: Mapping[str, Any] | Sequence[Any]) -> list[UpdateInfo]:
-        """Station 8: each worker's update, its handles as inert values. Workers share one that is for all."""
-        updates = protocol.worker_entries(update_info, len(self.workers))
-        known = self.learned.layouts.get(layout) if (layout := self._layout(updates[0])) else None
-        return _each(updates, lambda update: replace(update, handles=_handles_of(update), known=known))
+    def _read(self, update_info: Mapping[str, Any] | Sequence[Any], updates: list[UpdateInfo]) -> Layout:
+        """Station 8: adds each worker's update, its handles as inert values. Workers share what is for all."""
+        entries = protocol.worker_entries(update_info, len(self.workers))
+        layout = self._layout(entries[0])
+        known = self.learned.layouts.get(layout) if layout else None
+        updates += _each(entries, lambda entry: replace(entry, handles=_handles_of(entry), known=known))
+        return layout
 
-    def _known(self, update_info: Any, updates: list[UpdateInfo], openings: list[Opening]) -> Known:
+    def _known(
+        self, update_info: Any, updates: list[UpdateInfo], layout: Layout, openings: list[Opening]
+    ) -> Known:
         def again(update: UpdateInfo) -> UpdateInfo:
             known = update.known or replace(update, ipc_handles_pickled=None, handles=None)
             return replace(update, known=known, again=True)
 
         each = zip(self.workers, updates, openings, strict=True)
         learned = [worker.learned(update, opening) for worker, update, opening in each]
-        return Known(update_info, _each(updates, again), self._layout(updates[0]), learned)
+        return Known(update_info, _each(updates, again), layout, learned)
 
-    def _layout(self, update: UpdateInfo) -> tuple[bool, bytes] | None:
-        """The mode, and what tells a layout from another in it; None where that cannot be told."""
+    def _layout(self, update: UpdateInfo) -> Layout:
+        """None where it cannot be told."""
         packed = self.workers[0].session.packed
         told = (update if packed else replace(update, tensor_sizes=None)).layout
         return (packed, told) if told and not update.rank_local else None

@@ -832,7 +832,7 @@ class Layout:
             there = device == self.device and list(weights) == self.names
             held, *_ = self.look
             return there and _look(weights.values()) == self.look and list(map(_address, self.held)) == held
-        except (RuntimeError, TypeError):  # of a tensor without an address, or of what is no tensor
+        except (RuntimeError, TypeError, AttributeError):  # of what has no address, or is no tensor
             return False
 
     def synchronize(self) -> None:
