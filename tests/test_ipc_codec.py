@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import gc
 import inspect
 import json
@@ -26,7 +27,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ipc_codec
-from ipc_codec import HandleError, IpcArgs, PackedBuffer, PackedBufferImporter
+from ipc_codec import Exports, HandleError, IpcArgs, PackedBuffer, PackedBufferImporter
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu:0", pytest.param("cuda:0", marks=needs_cuda)]
@@ -1185,3 +1186,306 @@ def test_eighteen_thousand_handles_are_quick():
     start = time.process_time()
     decoded = ipc_codec.decode_handles(text)
     assert time.process_time() - start < 3 and len(decoded) == 18_867
+
+
+# Exports that are lent again --------------------------------------------------------------------------------
+
+
+def lent_by(exports: Exports) -> list[tuple]:
+    return [args_of(handle) for handle in exports.handles]
+
+
+def counts_of(exports: Exports) -> list[int | None]:
+    return ipc_codec.ref_counts(lent_by(exports))
+
+
+def three(device: str) -> dict[str, torch.Tensor]:
+    return {name: torch.full((5,), float(at), device=device[:-2]) for at, name in enumerate("abc")}
+
+
+def test_nothing_is_renewed_that_was_not_lent_or_is_forgotten(device):
+    exports = Exports()
+    assert not exports.renew() and exports.handles == []
+    exports.forget()
+    handles = exports.lend(three(device), device)
+    ipc_codec.settle(*lent_by(exports))
+    exports.forget()
+    assert not exports.renew() and exports.handles == []
+    assert ipc_codec.ref_counts(list(map(args_of, handles))) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_all_are_renewed_or_none(device, late):
+    exports = Exports()
+    exports.lend(three(device), device)
+    assert not exports.renew() and counts_of(exports) == [1, 1, 1]
+    others = [args for at, args in enumerate(lent_by(exports)) if at != late]
+    ipc_codec.settle(*others)
+    before = counts_of(exports)
+    assert not exports.renew() and counts_of(exports) == before and sorted(map(int, before)) == [0, 0, 1]
+    ipc_codec.settle(*lent_by(exports))
+    assert exports.renew() and counts_of(exports) == [1, 1, 1]
+    assert not exports.renew() and counts_of(exports) == [1, 1, 1]
+    ipc_codec.settle(*lent_by(exports))
+    assert exports.renew()
+    ipc_codec.settle(*lent_by(exports))
+
+
+def test_what_was_released_twice_is_not_renewed(device, peer):
+    exports = Exports()
+    text = ipc_codec.encode_handles(exports.lend(three(device), device))
+    for _ in range(2):
+        peer("open", text)
+        peer("drop")
+    assert counts_of(exports) == [-1, -1, -1]
+    assert not exports.renew() and counts_of(exports) == [-1, -1, -1]
+    ipc_codec._count(exports._counters, 1)  # so that it does not stay lent for ever, as by law it does
+
+
+def test_a_counter_file_that_is_gone_renews_nothing_and_is_not_made_again(device):
+    exports = Exports()
+    exports.lend(three(device), device)
+    ipc_codec.settle(*lent_by(exports))
+    path = Path(ipc_codec.SHM + IpcArgs(*lent_by(exports)[0]).ref_counter_handle.decode())
+    path.rename(away := path.with_suffix(".away"))
+    try:
+        assert not exports.renew() and counts_of(exports) == [None] * 3 and not path.exists()
+    finally:
+        away.rename(path)
+    assert counts_of(exports) == [0, 0, 0] and exports.renew()
+    ipc_codec.settle(*lent_by(exports))
+
+
+def test_a_renewed_export_is_the_same_handle_on_the_bytes_of_now(device, peer):
+    weights, exports = three(device), Exports()
+    text = ipc_codec.encode_handles(exports.lend(weights, device))
+    for value in range(5):
+        for weight in weights.values():
+            weight.fill_(value)
+        if device != "cpu:0":
+            torch.cuda.synchronize()
+        assert exports.renew() is (value > 0)
+        assert ipc_codec.encode_handles(exports.handles) == text and counts_of(exports) == [1, 1, 1]
+        arrived = peer("open", text)
+        assert [got[2] for got in arrived] == [struct.pack("<5f", *[value] * 5)] * 3
+        assert not exports.renew() and counts_of(exports) == [1, 1, 1], "the peer has them open"
+        peer("drop")
+        assert counts_of(exports) == [0, 0, 0]
+
+
+def test_what_has_no_bytes_has_no_counter_and_is_renewed_with_the_rest(device, peer):
+    empty = torch.empty(0, 3, device=device[:-2])
+    alone, beside = Exports(), Exports()
+    alone.lend({"empty": empty}, device)
+    assert counts_of(alone) == [None] and alone.renew() and alone.renew()
+    text = ipc_codec.encode_handles(beside.lend({"empty": empty, "a": three(device)["b"]}, device))
+    assert not beside.renew()
+    for _ in range(2):
+        arrived = peer("open", text)
+        assert [got[2] for got in arrived] == [b"", struct.pack("<5f", *[1] * 5)]
+        peer("drop")
+        assert counts_of(beside) == [None, 0] and beside.renew() and counts_of(beside) == [None, 1]
+    ipc_codec.settle(*lent_by(beside))
+
+
+def test_many_exports_of_one_storage_are_renewed_and_its_memory_comes_back(device, peer):
+    """More than torch may have of one alias: see `_Alias.MOST`."""
+
+    def used() -> tuple[int, int]:
+        ipc_codec.ipc_collect()
+        return len(our_files()), torch.cuda.memory_allocated() if device != "cpu:0" else 0
+
+    exports, warm = Exports(), Exports()
+    warm.lend(three(device), device)  # a counter's file, and what CUDA takes for the first
+    ipc_codec.settle(*lent_by(warm))
+    warm.forget()
+    before = used()
+    weight = torch.arange(1 << 16, dtype=torch.float32, device=device[:-2])
+    views = {str(at): weight[at:][:7] for at in range(2 * ipc_codec._Alias.MOST + 88)}
+    text = ipc_codec.encode_handles(exports.lend(views, device))
+    slots = {IpcArgs(*args)[11:13] for args in lent_by(exports)}
+    assert len(slots) == len(views) and len({IpcArgs(*args)[7] for args in lent_by(exports)}) == 1
+    ipc_codec.settle(*lent_by(exports))
+    assert exports.renew() and {*counts_of(exports)} == {1}
+    arrived = peer("open", text)
+    assert [got[2] for got in arrived] == [bits(view) for view in views.values()]
+    peer("drop")
+    ipc_codec.settle(*lent_by(exports))  # this peer opened them one by one: once a storage is enough
+    del views, weight
+    assert used()[0] >= before[0] and used() != before, "what can be lent again stays"
+    exports.forget()
+    assert used() == before
+
+
+def test_what_can_be_lent_again_keeps_its_memory_until_it_is_forgotten_or_dropped():
+    def lend() -> tuple[Exports, str]:
+        exports = Exports()
+        exports.lend({"a": torch.ones(1 << 10)}, "cpu:0")
+        ipc_codec.settle(*lent_by(exports))
+        ipc_codec.ipc_collect()
+        return exports, file_of(lent_by(exports)[0])
+
+    forgotten, path = lend()
+    assert path in our_files()
+    forgotten.forget()
+    ipc_codec.ipc_collect()
+    assert path not in our_files()
+    dropped, path = lend()
+    assert path in our_files()
+    del dropped
+    ipc_codec.ipc_collect()
+    assert path not in our_files()
+    anew, path = lend()
+    anew.lend({"b": torch.ones(1)}, "cpu:0")
+    ipc_codec.ipc_collect()
+    assert path not in our_files()
+    ipc_codec.settle(*lent_by(anew))
+
+
+def test_a_slot_that_can_be_lent_again_is_nobody_elses(monkeypatch):
+    [used] = ipc_codec.export_handles({"a": torch.ones(1)})  # there is a file with slots
+    ipc_codec.settle(*used.values())
+    two = collections.deque(ipc_codec._free_slots.popleft() for _ in range(2))
+    monkeypatch.setattr(ipc_codec, "_free_slots", two)
+    exports, weight = Exports(), torch.ones(1)
+
+    def slot_of(args: tuple) -> tuple:
+        return IpcArgs(*args)[11:13]
+
+    def others(count: int) -> set[tuple]:
+        found = set()
+        for _ in range(count):
+            args = args_of(ipc_codec.export_handle(weight))
+            found.add(slot_of(args))
+            ipc_codec.settle(args)
+            ipc_codec.ipc_collect()
+        return found
+
+    exports.lend({"a": weight})
+    mine = slot_of(lent_by(exports)[0])
+    ipc_codec.settle(*lent_by(exports))
+    ipc_codec.ipc_collect()
+    assert mine not in others(5)
+    assert exports.renew() and mine not in others(2)
+    ipc_codec.settle(*lent_by(exports))
+    exports.forget()
+    ipc_codec.ipc_collect()
+    assert mine in others(3)
+
+
+def test_what_is_forgotten_while_it_is_lent_stays_lent(device, peer):
+    exports = Exports()
+    handles = exports.lend(three(device), device)
+    peer("open", ipc_codec.encode_handles(handles))
+    exports.forget()
+    ipc_codec.ipc_collect()
+    assert ipc_codec.ref_counts(list(map(args_of, handles))) == [1, 1, 1]
+    if device == "cpu:0":
+        assert {file_of(args_of(handle)) for handle in handles} <= our_files()
+    peer("drop")
+    assert ipc_codec.ref_counts(list(map(args_of, handles))) == [0, 0, 0]
+
+
+def test_where_lending_fails_nothing_is_kept_and_what_was_kept_is_forgotten(device):
+    exports = Exports()
+    exports.lend(three(device), device)
+    before = lent_by(exports)
+    ipc_codec.settle(*before)
+    with pytest.raises(HandleError, match=r"^bad: a meta"):
+        exports.lend(three(device) | {"bad": torch.empty(1, device="meta")}, device)
+    assert exports.handles == [] and not exports.renew()
+    assert ipc_codec.ref_counts(before) == [0, 0, 0]
+
+
+def test_a_buffer_lends_the_same_handle_when_it_is_back_and_another_while_it_is_not(device, peer):
+    buffer = PackedBuffer(8, device)
+    texts = []
+    for value in range(4):
+        texts.append(ipc_codec.encode_handles(handle := buffer.export()))
+        buffer.fill([torch.full((2,), float(value), device=device[:-2])])
+        buffer.drain()
+        _, (got,) = peer("unpack", texts[-1], ["float32"], [[2]], [8])
+        assert got == struct.pack("<2f", value, value) and ipc_codec.ref_count(args_of(handle)) == 1
+        if value != 2:
+            peer("release")
+            assert ipc_codec.ref_count(args_of(handle)) == 0
+    assert texts[0] == texts[1] == texts[2] != texts[3]
+    late = args_of(ipc_codec.decode_handles(texts[0]))
+    assert ipc_codec.ref_count(late) == 0, "an importer lets go of one when it opens another"
+    assert IpcArgs(*late).storage_handle == IpcArgs(*args_of(handle)).storage_handle
+    assert args_of(buffer.export()) == args_of(handle), "the last one is renewed"
+    buffer.abandon()
+    new = args_of(buffer.export())
+    assert ipc_codec.ref_count(args_of(handle)) == 1 and new[7:13] != args_of(handle)[7:13]
+    ipc_codec.settle(new, args_of(handle))
+
+
+# Counters that are counted together -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counters():
+    """A counter file of nobody's: (its name, what is in it)."""
+    name = b"/torch_%d_7_7" % os.getpid()
+    path = Path("/dev/shm" + name.decode())
+    path.write_bytes(bytes(ipc_codec.COUNTER_FILE_BYTES))
+    yield name, lambda: struct.unpack_from(f"<{ipc_codec.SLOTS}q", path.read_bytes(), 64)
+    path.unlink()
+
+
+def test_between_the_counters_that_are_counted_others_may_write(counters, monkeypatch):
+    """Another process writes all that is not ours, just before we write."""
+    name, values = counters
+    mine = {0: 1, 1: 1, 2: 1, 5: 2, 700: 1, ipc_codec.SLOTS - 1: 1}  # slot: how often it is counted
+    write, written = os.pwrite, []
+
+    def others_first(file: int, data: bytes, at: int) -> int:
+        for slot in range(ipc_codec.SLOTS) if not written else ():
+            if slot not in mine:
+                write(file, struct.pack("<q", 1000 + slot), 64 + 8 * slot)
+        written.append((at - 64) // 8)
+        return write(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", others_first)
+    slots = [slot for slot, times in mine.items() for _ in range(times)]
+    random.Random(0).shuffle(slots)
+    ipc_codec._count([ipc_codec._Counter(name, slot) for slot in slots], -1)
+    assert values() == tuple(-mine[slot] if slot in mine else 1000 + slot for slot in range(ipc_codec.SLOTS))
+    assert written == [0, 5, 700, ipc_codec.SLOTS - 1], "neighbours are written together"
+
+
+def test_counters_of_several_files_are_counted_and_one_that_is_gone_is_passed_over(counters, tmp_path):
+    name, values = counters
+    gone = ipc_codec._Counter(b"/torch_1_2_3", 3)
+    ipc_codec._count([gone, ipc_codec._Counter(name, 3), gone], 1)
+    assert values()[2:5] == (0, 1, 0) and not os.path.exists("/dev/shm/torch_1_2_3")
+    ipc_codec._count([], 1)
+    assert sum(values()) == 1
+
+
+def test_settle_takes_many_and_settles_each_once(counters):
+    name, values = counters
+
+    def export(slot: int, name: bytes = name) -> tuple:
+        return (*good_args()[:11], name, slot, *good_args()[13:])
+
+    for slot, count in enumerate([1, 1, 0, -1, 2]):
+        ipc_codec._count([ipc_codec._Counter(name, slot)] * abs(count), 1 if count > 0 else -1)
+    assert values()[:6] == (1, 1, 0, -1, 2, 0)
+    without = args_of(ipc_codec.export_handle(torch.empty(0, 3)))
+    all_of_them = [export(slot) for slot in range(6)]
+    ipc_codec.settle(export(1), *all_of_them, export(1), without, export(1, b"/torch_1_2_3"))
+    assert values()[:6] == (0, 0, 0, -1, 2, 0)
+    ipc_codec.settle()
+    assert values()[:6] == (0, 0, 0, -1, 2, 0)
+
+
+def test_settle_settles_none_where_one_names_no_counter(counters):
+    name, values = counters
+    ipc_codec._count([ipc_codec._Counter(name, 3)], 1)
+    with pytest.raises(HandleError):
+        ipc_codec.settle(
+            (*good_args()[:11], name, 3, *good_args()[13:]),
+            (*good_args()[:11], b"/../x", 3, *good_args()[13:]),
+        )
+    assert values()[3] == 1
