@@ -43,7 +43,7 @@ from torch import Tensor
 import ipc_codec
 import test_roundtrip
 import trainer
-from ipc_codec import HandleError, IpcArgs, PackedBuffer
+from ipc_codec import Exports, HandleError, IpcArgs, PackedBuffer
 from protocol import GATE
 from trainer import HTTPWeightSyncClient, SyncError, send_weights, send_weights_packed, verify
 
@@ -861,6 +861,357 @@ def test_a_refusal_of_the_real_server_is_its_own_words_and_settles(server, expor
     assert caught.value.status == 500
     assert counters(exports) == {0} and not ipc_codec._lent
     assert held(server.url, weights) == {}
+
+
+# --- The loan: renewed with each sync -------------------------------------------------------------------
+
+
+class Reader:
+    """Makes a server of the fake: it reads what is lent at each update, and lets go at the finish."""
+
+    def __init__(self, fake: Fake):
+        self.syncs: list[dict[str, dict[str, bytes]]] = []  # by GPU and name
+        self.bodies: list[bytes] = []
+        self.slots: list[tuple[bytes, int]] = []  # of the last sync, one an export
+        self.lent: list[tuple] = []  # by the last sync
+        self.lets_go = True
+        fake.script |= {START: self.start, UPDATE: self.update, FINISH: self.finish}
+
+    def start(self, seen: Seen) -> Answer:
+        self.syncs.append({})
+        self.lent, self.slots = [], []
+        return GOOD
+
+    def update(self, seen: Seen) -> Answer:
+        self.bodies.append(seen.body)
+        for info in seen.info if isinstance(seen.info, list) else [seen.info]:
+            self.read(info, ipc_codec.decode_handles(info["ipc_handles_pickled"]))
+        return GOOD
+
+    def read(self, info: dict[str, Any], handles: Any) -> None:
+        at, each = 0, handles if isinstance(handles, list) else [handles] * len(info["names"])
+        for name, dtype, shape, handle in zip(
+            info["names"], info["dtype_names"], info["shapes"], each, strict=True
+        ):
+            length = math.prod(shape) * getattr(torch, dtype).itemsize
+            for gpu, args in handle.items():
+                start = (
+                    at if handles is handle else IpcArgs(*args).tensor_offset * getattr(torch, dtype).itemsize
+                )
+                got = lent_bytes(args, start + length)[start:] if length else b""
+                self.syncs[-1].setdefault(gpu, {})[name] = got
+            at += length
+        for handle in handles if isinstance(handles, list) else [handles]:
+            new = [args for args in handle.values() if args not in self.lent and args[8]]
+            assert set(ipc_codec.ref_counts(new)) <= {1}
+            self.lent += new
+            self.slots += [IpcArgs(*args)[11:13] for args in new]
+
+    def finish(self, seen: Seen) -> Answer:
+        if self.lets_go:
+            ipc_codec.settle(*self.lent)
+        return GOOD
+
+    @property
+    def last(self) -> dict[str, bytes]:
+        """What the last sync brought, to one GPU."""
+        [by_name] = self.syncs[-1].values()
+        return by_name
+
+
+def as_bytes(weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+    return {name: bits(weight) for name, weight in weights.items()}
+
+
+@pytest.fixture
+def reader(fake: Fake) -> Reader:
+    return Reader(fake)
+
+
+@pytest.fixture
+def kept() -> Iterator[Exports]:
+    """For all syncs of a test."""
+    exports = Exports()
+    yield exports
+    exports.forget()
+
+
+class Recording(HTTPWeightSyncClient):
+    """Keeps the bodies of its updates."""
+
+    def __init__(self, url: str):
+        super().__init__(url, 20.0)
+        self.bodies: list[bytes] = []
+
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
+        if isinstance(body, bytes):
+            self.bodies.append(body)
+        return super().call(path, body)
+
+
+@each_device
+@both_modes
+def test_a_sync_like_the_one_before_says_the_same_and_brings_the_values_of_now(
+    server, exports, kept, packed, device
+):
+    """Odd ones that lie contiguously: two names on one tensor, rows of a larger one, empty ones."""
+    weights = {name: w for name, w in renamed(odd(device)).items() if w.is_contiguous() and not w.is_neg()}
+    weights = {name: w for name, w in weights.items() if not w.is_conj()}
+    with contextlib.ExitStack() as stack:
+        url = server.url if device == "cpu:0" else stack.enter_context(Server(device)).url
+        client = Recording(url)
+        client.init_weight_transfer_engine({"packed": packed})
+        more: dict[str, Any] = {"buffer": PackedBuffer(128, device)} if packed else {"exports": kept}
+        seen = []
+        for _ in range(4):
+            send(client, weights, packed, device=device, **more)
+            assert held(url, weights) == digests(weights)
+            seen.append(digests(weights))
+            for weight in {id(weight): weight for weight in weights.values()}.values():
+                with torch.no_grad():
+                    weight.view(torch.uint8).bitwise_xor_(1) if weight.dim() else weight.fill_(len(seen))
+        assert len(set(map(str, seen))) == 4
+        chunks = len(client.bodies) // 4
+        assert chunks == 1 or packed
+        assert client.bodies == client.bodies[:chunks] * 4
+        assert len(exports) == (1 if packed else len(weights))
+    assert counters(exports) <= {0, None}
+
+
+def test_handles_that_are_kept_serve_weights_that_change_in_any_way(fake, reader, kept):
+    """Each change twice, with other bytes, and the plain one around it: nothing is told that has changed."""
+    client, base = HTTPWeightSyncClient(fake.url), torch.arange(8.0)
+    odd, even = torch.ones(3, dtype=torch.uint8), torch.ones(2)
+    for name, change in CHANGES.items():
+        for at, change_now in enumerate((lambda w: w, change, change, lambda w: w[:4], lambda w: w[::2])):
+            weights = {"a": change_now(base), "b": odd, "c": even}
+            send(client, weights, packed=False, exports=kept)
+            assert reader.last == as_bytes(weights), (name, at)
+            info = fake.updates[-1].info
+            assert info["shapes"][0] == list(weights["a"].shape), (name, at)
+            assert "torch." + info["dtype_names"][0] == str(weights["a"].dtype), (name, at)
+            base.add_(1)
+            even.add_(1)
+
+
+@pytest.mark.parametrize("with_what", [{}, {"plain": torch.ones(4)}], ids=["alone", "beside another"])
+@pytest.mark.parametrize("lie", [Tensor.t, lambda w: torch._neg_view(w)], ids=["transposed", "negated"])
+def test_where_a_copy_was_lent_it_is_made_and_lent_anew(fake, reader, kept, exports, lie, with_what):
+    client, base = HTTPWeightSyncClient(fake.url), torch.arange(12.0).reshape(3, 4)
+    for count in (1, 2, 3):
+        weights = with_what | {"copied": lie(base)}
+        send(client, weights, packed=False, exports=kept)
+        assert reader.last == as_bytes(weights)
+        assert len(exports) == count * len(weights)
+        base.add_(1)
+
+
+def test_other_names_another_order_and_exchanged_weights_are_told_anew(fake, reader, kept):
+    client, a, b = HTTPWeightSyncClient(fake.url), torch.zeros(3), torch.ones(3)
+    told = [
+        {"a": a, "b": b},
+        {"b": b, "a": a},
+        {"a": b, "b": a},
+        {"a": b, "b": a, "c": a},
+        {"a": b, "b": b, "c": a},
+        {"a": b},
+        {"x": b},
+        {},
+        {"a": a, "b": b},
+    ]
+    for weights in told:
+        for _ in range(2):
+            send(client, weights, packed=False, exports=kept)
+            assert fake.updates[-1].info["names"] == list(weights)
+            assert reader.syncs[-1] == ({ipc_codec.gpu_uuid("cpu:0"): as_bytes(weights)} if weights else {})
+            a.add_(2)
+            b.add_(2)
+    assert len(set(reader.bodies)) == len(told) and reader.bodies[::2] == reader.bodies[1::2]
+
+
+@pytest.mark.parametrize("what", ["exports", "buffer"])
+def test_what_is_kept_for_another_device_is_not_told_to_this_one(fake, reader, kept, what):
+    """A buffer has the device that it was made for, whatever is said later."""
+    client, weights = HTTPWeightSyncClient(fake.url), small()
+    more = {"buffer": PackedBuffer(64, "cpu:0")} if what == "buffer" else {"exports": kept}
+    for device in ("cpu:0", "cpu:1", "cpu:1", "cpu:0"):
+        send(client, weights, what == "buffer", device=device, **more)
+        lent_on = "cpu:0" if what == "buffer" else device
+        assert reader.syncs[-1] == {ipc_codec.gpu_uuid(lent_on): as_bytes(weights)}
+        weights["a"].add_(1)
+    ipc_codec.settle(*reader.lent)
+
+
+def test_another_tensor_in_place_of_one_is_lent_itself(fake, reader, kept, exports):
+    """Parameters are given other memory (`.data`), also what has the address of what was there before."""
+    client, weight = HTTPWeightSyncClient(fake.url), torch.nn.Parameter(torch.rand(1 << 10))
+    for at in range(4):
+        send(client, {"a": weight}, packed=False, exports=kept)
+        assert reader.last == as_bytes({"a": weight}) and len(exports) == at + 1
+        weight.data = torch.rand(1 << 10)
+        ipc_codec.ipc_collect()
+        assert sum(path.exists() for path in map(file_of, exports)) == 1, "the last one is kept, no other"
+
+
+def test_a_weight_that_was_freed_is_refused_with_kept_exports_too(fake, reader, kept, exports):
+    weight, other, client = torch.rand(8), torch.rand(8), HTTPWeightSyncClient(fake.url)
+    send(client, {"b": other, "a": weight}, packed=False, exports=kept)
+    weight.untyped_storage().resize_(0)  # as a sharded trainer frees what it gathered
+    said = len(fake.seen)
+    with pytest.raises(HandleError, match=r"^a: .* was freed"):
+        send(client, {"b": other, "a": weight}, packed=False, exports=kept)
+    assert len(fake.seen) == said and counters(exports) == {0}
+    send(client, {"b": other, "a": other}, packed=False, exports=kept)
+    assert reader.last == as_bytes({"b": other, "a": other})
+
+
+UNANSWERED = {"never": NEVER, "dropped": DROPPED, "503": Answer(503, b"later"), "no JSON": Answer(200, b"ok")}
+FAULTS = {  # of the second sync: where, and what comes back; and whether all that was lent is over then
+    **{f"500 to {path[1:]}": (path, REFUSED, path != FINISH) for path in (START, UPDATE, FINISH)},
+    **{f"{name} to update_weights": (UPDATE, answer, False) for name, answer in UNANSWERED.items()},
+    "dropped to start_weight_update": (START, DROPPED, True),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("path, answer, over", FAULTS.values(), ids=FAULTS)
+def test_after_a_failure_nothing_is_renewed(fake, reader, kept, exports, packed, path, answer, over):
+    """Not even what is released later: the receiver may be at it still, or again."""
+    client, weights = HTTPWeightSyncClient(fake.url, 20), small()
+    buffer = PackedBuffer(64, "cpu:0")
+    more: dict[str, Any] = {"buffer": buffer} if packed else {"exports": kept}
+    send(client, weights, packed, **more)
+    before = [*exports]
+    good, fake.script[path] = fake.script[path], answer
+    client.timeout = 0.3 if answer == NEVER else 20
+    with pytest.raises(SyncError):
+        send(client, weights, packed, **more)
+    client.timeout = 20
+    assert exports == before and counters(exports) == ({0} if over else {1})
+    ipc_codec.ipc_collect()
+    assert bool(ipc_codec._lent) is not over, "kept for the receiver, and for nobody else"
+    ipc_codec.settle(*exports)
+    fake.script[path] = good
+    for weight in weights.values():
+        weight.add_(1)
+    for _ in range(2):
+        send(client, weights, packed, **more)
+        assert reader.last == as_bytes(weights)
+        assert len(exports) == 2 * len(before), "lent anew, and then renewed"
+        assert not {*reader.slots} & {IpcArgs(*args)[11:13] for args in before}
+    buffer.exports.forget()
+
+
+@both_modes
+def test_an_interrupt_ends_the_right_to_renew(fake, reader, kept, exports, packed):
+    client, weights, buffer = Hooked(fake.url), small(), PackedBuffer(64, "cpu:0")
+    more: dict[str, Any] = {"buffer": buffer} if packed else {"exports": kept}
+    send(client, weights, packed, **more)
+    made = len(exports)
+    client.hooks["update_weights"] = functools.partial(signal.raise_signal, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        send(client, weights, packed, **more)
+    client.hooks.clear()
+    assert counters(exports) == {1} and kept.handles == buffer.exports.handles == []
+    ipc_codec.settle(*exports)
+    send(client, weights, packed, **more)
+    assert reader.last == as_bytes(weights) and len(exports) == 2 * made
+    buffer.exports.forget()
+
+
+@both_modes
+def test_what_the_receiver_has_not_released_is_lent_anew(fake, reader, kept, exports, packed):
+    client, weights, buffer = HTTPWeightSyncClient(fake.url), small(), PackedBuffer(64, "cpu:0")
+    more: dict[str, Any] = {"buffer": buffer} if packed else {"exports": kept}
+    reader.lets_go = False
+    slots = []
+    for _ in range(3):
+        send(client, weights, packed, **more)
+        assert reader.last == as_bytes(weights)
+        slots += reader.slots
+        weights["a"].add_(1)
+    assert len(set(slots)) == len(slots) == len(exports) and counters(exports) == {1}
+    ipc_codec.settle(*exports)
+    reader.lets_go = True
+    send(client, weights, packed, **more)
+    assert reader.last == as_bytes(weights) and reader.slots == slots[-len(reader.slots) :]
+    buffer.exports.forget()
+
+
+def test_the_mode_may_change_between_syncs_and_both_are_kept(server, kept):
+    client, weights, buffer = Recording(server.url), renamed(small()), PackedBuffer(64, "cpu:0")
+    for packed in (False, True, True, False, False, True):
+        client.init_weight_transfer_engine({"packed": packed})
+        send(client, weights, packed, **({"buffer": buffer} if packed else {"exports": kept}))
+        assert held(server.url, weights) == digests(weights)
+        for weight in weights.values():
+            weight.add_(1)
+    assert len(set(client.bodies)) == 2 and [body == client.bodies[0] for body in client.bodies] == [
+        True, False, False, True, True, False
+    ]  # fmt: skip
+    buffer.exports.forget()
+
+
+def test_exports_that_are_kept_serve_another_server_and_other_weights_too(fake, kept):
+    """Each in turn: what was kept for one is not told to the other."""
+    with Fake() as second:
+        readers = [Reader(fake), Reader(second)]
+        models = [small(), {name: weight + 5 for name, weight in small().items()}]
+        for model, at in itertools.product((0, 0, 1, 0), (0, 1)):
+            client = HTTPWeightSyncClient([fake, second][at].url)
+            send(client, models[model], packed=False, exports=kept)
+            assert readers[at].last == as_bytes(models[model]), (model, at)
+            for weight in models[model].values():
+                weight.add_(1)
+    assert readers[0].bodies == readers[1].bodies
+
+
+class World(HTTPWeightSyncClient):
+    """Of a server with two workers."""
+
+    def world_size(self) -> int:
+        return 2
+
+
+@both_modes
+@pytest.mark.parametrize("rank_local", [False, True], ids=["one for all", "rank-local"])
+def test_of_two_mappings_each_has_what_is_kept_of_its_own(fake, reader, packed, rank_local):
+    client, devices = World(fake.url), ["cpu:0", "cpu:1"]
+    weights = [small(), {name: weight + 9 for name, weight in small().items()}]
+    if rank_local:
+        weights[1] = {"d": torch.rand(7), **weights[1]}
+    each = [PackedBuffer(1 << 10, device) for device in devices] if packed else [Exports(), Exports()]
+    own = [one.exports if isinstance(one, PackedBuffer) else one for one in each]
+    more: dict[str, Any] = {"buffer" if packed else "exports": each, "rank_local": rank_local}
+
+    def sync() -> bytes:
+        send(client, weights, packed, device=devices, **more)
+        expected = dict(zip(map(ipc_codec.gpu_uuid, devices), map(as_bytes, weights), strict=True))
+        assert reader.syncs[-1] == expected
+        for of_one in weights:
+            of_one["a"].add_(1)
+        return reader.bodies[-1]
+
+    first = sync()
+    handles = [one.handles for one in own]
+    assert sync() == first and all(one.handles is h for one, h in zip(own, handles, strict=True))
+    weights[1]["a"] = weights[1]["a"].clone()
+    other = sync()
+    assert (own[0].handles is handles[0]) and (other == first) is packed
+    assert sync() == other
+    weights[0]["a"] = weights[0]["a"].clone()
+    assert (sync() == other) is packed
+    for one in own:
+        one.forget()
+
+
+@pytest.mark.parametrize("count", [1, 3, None], ids=["one", "three", "no list"])
+def test_of_a_list_of_weights_there_is_a_list_of_exports(fake, exports, count):
+    given: Any = Exports() if count is None else [Exports() for _ in range(count)]
+    client = HTTPWeightSyncClient(fake.url)
+    with pytest.raises(ValueError, match=r"2 mappings .* exports"):
+        send(client, [small(), small()], packed=False, device=["cpu:0", "cpu:1"], exports=given)
+    assert fake.seen == [] and exports == []
 
 
 # --- start --------------------------------------------------------------------------------------------
