@@ -7,6 +7,7 @@ envelopes, several workers.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -549,6 +550,16 @@ def test_what_is_known_is_decoded_by_nobody_while_the_gate_is_shut(here, monkeyp
 # --- Memory -------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def gone(path: Path) -> Iterator[Path]:
+    """Its file is elsewhere. It is back afterwards: torch ends a process that cannot unlink its own."""
+    away = path.rename(path.with_suffix(".away"))
+    try:
+        yield away
+    finally:
+        away.replace(path)
+
+
 def cpu_only(client: Trainer) -> None:
     if client.devices != ["cpu:0"]:
         pytest.skip("CUDA's memory has no file")
@@ -564,17 +575,14 @@ def test_a_known_body_whose_memory_is_gone_is_refused_and_changes_nothing(client
     named = IpcArgs(*loan.args[-1])
     name = named.ref_counter_handle if what == "counters" else named.storage_handle[len("cpu:") :]
     path = Path(ipc_codec.SHM + name.decode())
-    away = path.rename(path.with_suffix(".away"))
-    if what == "storage, cut":
-        path.write_bytes(away.read_bytes()[:-1])
-    try:
+    with gone(path) as away:
+        if what == "storage, cut":
+            path.write_bytes(away.read_bytes()[:-1])
         client.begin(packed)
         words = refused(client.say(loan.body))
         assert path.name in words and "--ipc=host" in words
         assert client.checksums() == digests(model(1))
         assert path.exists() is (what == "storage, cut"), "nothing is made in its place"
-    finally:
-        away.replace(path)
     assert loan.counters == {1}, "nothing was opened"
     client.sync_of(loan.body, packed=packed)
     assert client.checksums() == digests(model(2))
@@ -731,10 +739,9 @@ def test_where_one_worker_cannot_read_a_known_body_no_worker_has(two_workers, pa
     two_workers.sync_of(loan.body, packed=packed)
     loan.again(model(2))
     path = Path(ipc_codec.SHM + IpcArgs(*loan.args[-1]).storage_handle.decode()[len("cpu:") :])
-    away = path.rename(path.with_suffix(".away"))
     two_workers.begin(packed)
-    assert path.name in refused(two_workers.say(loan.body))
-    away.rename(path)
+    with gone(path):
+        assert path.name in refused(two_workers.say(loan.body))
     for worker in (TP0, TP1):
         assert two_workers.checksums(worker) == digests(model(1))
     assert loan.counters == {1}, "nothing was opened, on no worker"
