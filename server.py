@@ -381,7 +381,7 @@ class WeightTransferEngine:
         return known and {"update_info": known.update_info}
 
     def _read(self, update_info: Mapping[str, Any] | Sequence[Any], updates: list[UpdateInfo]) -> Layout:
-        """Station 8: adds each worker's update, its handles as inert values. Workers share what is for all."""
+        """Station 8: adds each worker's update, its handles as inert values; one, where it is for all."""
         entries = protocol.worker_entries(update_info, len(self.workers))
         layout = self._layout(entries[0])
         known = self.learned.layouts.get(layout) if layout else None
