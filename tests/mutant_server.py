@@ -44,7 +44,6 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {}
-server.KNOWN_BYTES = 0  # an update that comes again is copied in larger pieces than faults know of
 
 
 def mutant(name: str, *red: str, **more: Any) -> Callable[[Any], Any]:
@@ -785,6 +784,7 @@ def is_vllm() -> None:
 
 
 if __name__ == "__main__":
+    server.KNOWN_BYTES = 0  # an update that comes again is copied in larger pieces than faults know of
     for name in sys.argv.pop(1).split("+"):
         MUTANTS[name].fault()
     sys.exit(server.main())

@@ -944,8 +944,8 @@ class Recording(HTTPWeightSyncClient):
         self.bodies: list[bytes] = []
 
     def call(self, path: str, body: Any = None) -> dict[str, Any]:
-        if isinstance(body, bytes):
-            self.bodies.append(body)
+        if isinstance(body, (bytes, trainer.Late)):
+            self.bodies.append(body if isinstance(body, bytes) else body.content)
         return super().call(path, body)
 
 
