@@ -944,7 +944,7 @@ class Recording(HTTPWeightSyncClient):
         self.bodies: list[bytes] = []
 
     def call(self, path: str, body: Any = None) -> dict[str, Any]:
-        if isinstance(body, (bytes, trainer.Late)):
+        if path == "update_weights":
             self.bodies.append(body if isinstance(body, bytes) else body.content)
         return super().call(path, body)
 
@@ -972,7 +972,7 @@ def test_a_sync_like_the_one_before_says_the_same_and_brings_the_values_of_now(
                     weight.view(torch.uint8).bitwise_xor_(1) if weight.dim() else weight.fill_(len(seen))
         assert len(set(map(str, seen))) == 4
         chunks = len(client.bodies) // 4
-        assert chunks == 1 or packed
+        assert chunks > 1 if packed else chunks == 1
         assert client.bodies == client.bodies[:chunks] * 4
         assert len(exports) == (1 if packed else len(weights))
     assert counters(exports) <= {0, None}
