@@ -952,9 +952,17 @@ class Recording(HTTPWeightSyncClient):
 @each_device
 @both_modes
 def test_a_sync_like_the_one_before_says_the_same_and_brings_the_values_of_now(
-    server, exports, kept, packed, device
+    server, exports, kept, packed, device, monkeypatch
 ):
     """Odd ones that lie contiguously: two names on one tensor, rows of a larger one, empty ones."""
+    made: list[Any] = []
+    make = trainer.update_body
+
+    def recording(info: Any) -> bytes:
+        made.append(info)
+        return make(info)
+
+    monkeypatch.setattr(trainer, "update_body", recording)
     weights = {name: w for name, w in renamed(odd(device)).items() if w.is_contiguous() and not w.is_neg()}
     weights = {name: w for name, w in weights.items() if not w.is_conj()}
     with contextlib.ExitStack() as stack:
@@ -973,7 +981,7 @@ def test_a_sync_like_the_one_before_says_the_same_and_brings_the_values_of_now(
         assert len(set(map(str, seen))) == 4
         chunks = len(client.bodies) // 4
         assert chunks > 1 if packed else chunks == 1
-        assert client.bodies == client.bodies[:chunks] * 4
+        assert client.bodies == client.bodies[:chunks] * 4 and len(made) == chunks
         assert len(exports) == (1 if packed else len(weights))
     assert counters(exports) <= {0, None}
 
@@ -1203,6 +1211,16 @@ def test_of_two_mappings_each_has_what_is_kept_of_its_own(fake, reader, packed, 
     assert (sync() == other) is packed
     for one in own:
         one.forget()
+
+
+def test_what_was_told_rank_local_is_told_again_where_it_is_not(fake, reader, kept, monkeypatch):
+    client, weights = World(fake.url), small()
+    monkeypatch.setattr(client, "world_size", lambda: 1)
+    for rank_local in (True, False, False, True, True):
+        send(client, weights, packed=False, exports=kept, rank_local=rank_local)
+        assert type(fake.updates[-1].info) is (list if rank_local else dict)
+        assert reader.last == as_bytes(weights)
+        weights["a"].add_(1)
 
 
 @pytest.mark.parametrize("count", [1, 3, None], ids=["one", "three", "no list"])
