@@ -1073,6 +1073,25 @@ def test_a_weight_that_was_freed_is_refused_with_kept_exports_too(fake, reader, 
     assert reader.last == as_bytes({"b": other, "a": other})
 
 
+@both_modes
+def test_a_sync_that_lends_nothing_settles_nothing_that_was_lent_before(fake, reader, kept, exports, packed):
+    client, buffer = HTTPWeightSyncClient(fake.url), PackedBuffer(64, "cpu:0")
+    more: dict[str, Any] = {"buffer": buffer} if packed else {"exports": kept}
+    weight = torch.ones(3)
+    reader.lets_go = False  # yet
+    send(client, {"a": weight}, packed, **more)
+    told: list[str] = []
+    with pytest.raises(HandleError, match=r"^a: a meta"):
+        send(client, {"a": torch.ones(3, device="meta")}, packed, progress=told.append, **more)
+    assert counters(exports) == {1} and not told
+    ipc_codec.settle(*exports)
+    reader.lets_go = True
+    for _ in range(2):
+        send(client, {"a": weight}, packed, **more)
+    assert len(exports) == 2, "a failure ends the right to renew"
+    buffer.exports.forget()
+
+
 UNANSWERED = {"never": NEVER, "dropped": DROPPED, "503": Answer(503, b"later"), "no JSON": Answer(200, b"ok")}
 FAULTS = {  # of the second sync: where, and what comes back; and whether all that was lent is over then
     **{f"500 to {path[1:]}": (path, REFUSED, path != FINISH) for path in (START, UPDATE, FINISH)},
@@ -1281,7 +1300,7 @@ def test_a_buffer_takes_weights_that_change_in_any_way():
     for name, change in CHANGES.items():
         for at, change_now in enumerate((lambda w: w, change, change, lambda w: w[:4], lambda w: w[::2])):
             weights = {"a": change_now(base), "b": odd, "c": even}
-            part, fresh = (trainer.Part(weights, buffer=one) for one in (buffer, PackedBuffer(64, "cpu")))
+            part, fresh = (trainer._part(weights, None, one) for one in (buffer, PackedBuffer(64, "cpu")))
             assert part.make_plan(64) == fresh.make_plan(64), (name, at)
             ipc_codec.settle(*part.export_buffer().values())
             part.fill(0)
