@@ -1193,6 +1193,18 @@ def test_exports_that_are_kept_serve_another_server_and_other_weights_too(fake, 
     assert readers[0].bodies == readers[1].bodies
 
 
+@both_modes
+def test_what_is_no_tensor_any_more_is_named_with_what_is_kept_too(fake, reader, kept, packed):
+    client, buffer = HTTPWeightSyncClient(fake.url), PackedBuffer(32, "cpu:0")
+    more: dict[str, Any] = {"buffer": buffer} if packed else {"exports": kept}
+    for make in UNLENDABLE.values():
+        send(client, {"a": torch.ones(2)}, packed, **more)
+        said = len(fake.seen)
+        with pytest.raises(HandleError, match=r"^a: "):
+            send(client, {"a": make()}, packed, **more)
+        assert len(fake.seen) == said
+
+
 class World(HTTPWeightSyncClient):
     """Of a server with two workers."""
 
