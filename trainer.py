@@ -770,6 +770,7 @@ class Part:
         if self.layout_holds and self.exports.renew():
             self.exports.layout.synchronize()
             return self.exports.handles
+        self.exports.forget()  # before others are made: they are not lent any more, and not settled
         self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
         self.exports.lend(self.lent, self.device)
         layout = Layout(self.weights, self.plan, self.device)
@@ -869,6 +870,7 @@ def _look(weights: Collection[Tensor]) -> list[list[Any]]:
     """
     plain = [weight for weight in weights if not _is_sharded(weight)]
     what: list[list[Any]] = [[weight.dtype for weight in weights], [weight.shape for weight in weights]]
+    what.append(list(map(_is_sharded, weights)))
     return [list(map(how, plain)) for how in _HOW] + what
 
 
@@ -883,6 +885,8 @@ def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]
         raise ValueError(
             f"of {len(weights)} mappings of weights each has a device, and a buffer or exports, of its own"
         )
+    if len({id(one) for one in each_kept if one}) < sum(map(bool, each_kept)):
+        raise ValueError("two mappings of weights have one buffer, or one Exports; each has its own")
     if rank_local:  # of what comes first the chunks are alike, and so is the order of gathering
         weights = [dict(sorted(w.items(), key=lambda item: not _is_sharded(item[1]))) for w in weights]
     return list(map(_part, weights, devices, each_kept))
@@ -1049,7 +1053,7 @@ def _end(parts: Iterable[Part]) -> None:
     """The loan is over, or nothing more can be done about it."""
     for part in parts:
         part.lent.clear()
-        if not part.kept:
+        if not part.kept or part.exports.layout is None:  # copies are not lent again
             part.exports.forget()
     ipc_codec.ipc_collect()
 

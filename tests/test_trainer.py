@@ -1205,6 +1205,49 @@ def test_what_is_no_tensor_any_more_is_named_with_what_is_kept_too(fake, reader,
         assert len(fake.seen) == said
 
 
+class Sharded(Tensor):
+    """As a DTensor is one: what is here is not all of it."""
+
+    def full_tensor(self) -> Tensor:
+        return self.to_local().clone()
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_a_weight_that_changes_places_with_a_sharded_one_arrives_under_its_new_name(fake, reader):
+    client, buffer = HTTPWeightSyncClient(fake.url), PackedBuffer(32, "cpu:0")
+    plain, sharded = torch.zeros(8), torch.ones(8).as_subclass(Sharded)
+    for weights in ({"x": plain, "y": sharded}, {"x": sharded, "y": plain}, {"x": plain, "y": sharded}):
+        send(client, weights, packed=True, buffer=buffer)
+        assert reader.last == {name: bits(trainer._local(weight)) for name, weight in weights.items()}
+    buffer.exports.forget()
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3, 4).t(), torch.ones(3).as_subclass(Sharded)])
+def test_copies_that_were_lent_are_gone_after_the_sync(fake, reader, kept, exports, weight):
+    """They are made anew each time; what is kept beside them would be the weights twice."""
+    for _ in range(2):
+        send(HTTPWeightSyncClient(fake.url), {"a": weight}, packed=False, exports=kept)
+        assert not ipc_codec._lent and not file_of(exports[-1]).exists()
+
+
+def test_where_nothing_could_be_lent_what_the_receiver_has_from_before_is_not_settled(
+    fake, reader, kept, exports
+):
+    reader.lets_go, client = False, HTTPWeightSyncClient(fake.url)
+    send(client, {"a": torch.ones(3)}, packed=False, exports=kept)
+    with pytest.raises(RuntimeError, match=r"memory|allocate"):
+        send(client, {"a": torch.ones(1).expand(1 << 45)}, packed=False, exports=kept)
+    assert counters(exports) == {1}
+
+
+def test_two_mappings_with_one_exports_are_refused(fake, kept):
+    with pytest.raises(ValueError, match="each has its own"):
+        send(World(fake.url), [small()] * 2, packed=False, device=["cpu:0", "cpu:1"], exports=[kept] * 2)
+    assert fake.seen == []
+
+
 class World(HTTPWeightSyncClient):
     """Of a server with two workers."""
 
