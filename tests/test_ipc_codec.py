@@ -542,8 +542,7 @@ def test_more_exports_than_slots_take_another_file():
     for _ in range(3):
         exports = [args_of(ipc_codec.export_handle(weight)) for _ in range(ipc_codec.SLOTS + 1)]
         files |= {IpcArgs(*args).ref_counter_handle for args in exports}
-        for args in exports:
-            ipc_codec.settle(args)
+        ipc_codec.settle(*exports)
         ipc_codec.ipc_collect()
     assert len(files) == 2, "slots come back"
 
