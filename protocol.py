@@ -82,7 +82,7 @@ REQUIRES_GRAD, COUNTER, SLOT = 10, 11, 12
 Slot = tuple[str, str | bytes, int]  # uuid, counter file, slot: one a export
 
 MUST = "MUST"  # the document says it; broken, it is refused by vLLM or gives wrong weights
-SHOULD = "SHOULD"  # the field learned it; vLLM lets it pass
+SHOULD = "SHOULD"  # the field learned it; where vLLM does not let it pass, `refused_by_vllm` says so
 
 
 class BadRequest(ValueError):
@@ -1344,7 +1344,8 @@ def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -
             f"{exchanges} exchanges, nothing found: what was exercised, both sides did as the document says."
         )
     first = (counted or findings)[0]
-    grade = "" if counted else " (SHOULD: it works with vLLM, and does not count without --strict)"
+    passes = "vLLM lets it pass" if first.rule.refused_by_vllm == "never" else "vLLM refuses it"
+    grade = "" if counted else f" (SHOULD: {passes}, and it does not count without --strict)"
     what = f"in {first.call} the {first.party} broke {first.rule.id}: {first.rule.text}{grade}"
     if first.party == "unclear":
         what = f"{first.call} was refused, and no rule says why, but the answer does: {first.seen[:200]}"

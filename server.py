@@ -31,6 +31,7 @@ import itertools
 import json
 import logging
 import marshal
+import math
 import os
 import queue
 import re
@@ -248,7 +249,8 @@ def _handles_of(update: UpdateInfo) -> Any:
     if not isinstance(update.ipc_handles_pickled, str):
         return None
     if not _gate_is_open():
-        raise ValueError(f"handles are pickled, and {GATE} is not set: start the server with {GATE}=1")
+        seen = repr(os.environ[GATE]) if GATE in os.environ else "not set"
+        raise ValueError(f"handles are pickled, and {GATE} is {seen}: start the server with {GATE}=1")
     return _decoded(update.ipc_handles_pickled)
 
 
@@ -1834,6 +1836,15 @@ def load_callable(path: str) -> Callable[[], torch.nn.Module]:
         raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {exc}") from exc
 
 
+def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not (value := kind(text)) >= least or value == math.inf:
+            raise ValueError
+        return value
+
+    return number
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -1844,14 +1855,27 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, or one worker an entry: cuda:0,cuda:1")
     add("--data-parallel-size", type=int, default=1, metavar="N", help="divides the workers (default 1)")
     add("--model", metavar="MODULE:CALLABLE", help="makes the model whose parameters are the weights")
-    add("--strict", action="store_true", help="refuse what breaks a SHOULD as well")
-    add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="413 over it (%(default)s)")
-    add("--hold-seconds", type=float, default=0, metavar="S", help="delay each update's answer by S seconds")
+    add("--strict", action="store_true", help="refuse what breaks a SHOULD as well, where a message shows it")
+    add(
+        "--max-body-bytes",
+        type=_at_least(1, int),
+        default=MAX_BODY_BYTES,
+        metavar="N",
+        help="413 over it (%(default)s)",
+    )
+    add(
+        "--hold-seconds",
+        type=_at_least(0, float),
+        default=0,
+        metavar="S",
+        help="delay each update's answer by S seconds",
+    )
     add("--transcript", metavar="FILE", help="write what was said and seen, for `protocol.py FILE` to judge")
     add(
         "--forward",
         metavar="URL",
-        help="hold no weights: pass every request on to that server, and judge both",
+        help="hold no weights (--device, --model, --hold-seconds say nothing then): pass every request on to "
+        "that server, and judge both",
     )
     add("--judge", metavar="COMMAND", help="run a trainer on a free port, {url} in it replaced, and judge it")
     return parser
@@ -1902,7 +1926,9 @@ def open_to_others(host: str) -> str:
 def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     """Runs the trainer against this witness, and judges it. Returns the exit code."""
     try:
-        command = [word.replace("{url}", url) for word in shlex.split(options.judge)] or [""]
+        command = [word.replace("{url}", url) for word in shlex.split(options.judge)]
+        if not command:
+            raise ValueError("it has no words")
         given = os.environ | {"WEIGHT_SYNC_URL": url}
         trainer = subprocess.Popen(command, env=given, preexec_fn=_end_with_parent)
     except (OSError, ValueError) as exc:
@@ -1932,19 +1958,27 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
-def main() -> str | int | None:
+def _where(options: argparse.Namespace) -> str:
+    return f"cannot start on {options.host}:{options.port}: "
+
+
+def main() -> int:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
+    made = ""
     if options.judge is not None:
         options.port = 0
-        options.transcript = options.transcript or tempfile.mkstemp(suffix=".jsonl", prefix="weight-sync-")[1]
+        if not options.transcript:
+            options.transcript = made = tempfile.mkstemp(suffix=".jsonl", prefix="weight-sync-")[1]
     try:
         server = make_server(options)
-    except ValueError as exc:
-        return f"server.py: {exc}"
-    except (OSError, OverflowError) as exc:
-        return f"server.py: cannot start on {options.host}:{options.port}: {exc}"
+    except (ValueError, OSError, OverflowError) as exc:
+        with contextlib.suppress(OSError):
+            os.unlink(made)
+        where = "" if isinstance(exc, ValueError) or getattr(exc, "filename", None) else _where(options)
+        print(f"server.py: {where}{exc}", file=sys.stderr)
+        return 1 if options.judge is None else 2  # 1 would be a finding
     if warning := open_to_others(options.host):
         print(f"server.py: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -1957,10 +1991,12 @@ def main() -> str | int | None:
                 return judge(server, url, options)
             server.serve_forever()
         except KeyboardInterrupt:
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, signal.SIG_IGN)  # what remains is taking down
             if options.judge is not None:
                 print("server.py: interrupted before there was a verdict", file=sys.stderr)
                 return 130
-    return None
+    return 0
 
 
 if __name__ == "__main__":

@@ -1687,7 +1687,11 @@ MODES = {"unpacked": False, "packed": True}
 
 def read_expected(path):
     """{case id: reason} of a file with a line `case-id  reason` for each; one that begins with # is none."""
-    lines = [line.split(None, 1) for line in Path(path).read_text().splitlines() if not line.startswith("#")]
+    try:
+        text = Path(path).read_text()
+    except OSError as exc:
+        raise pytest.UsageError(f"WEIGHT_SYNC_EXPECTED: {exc}") from None
+    lines = [line.split(None, 1) for line in text.splitlines() if not line.startswith("#")]
     if lonely := [line[0] for line in lines if len(line) == 1]:
         raise pytest.UsageError(f"{path}: no reason after {', '.join(lonely)}")
     return {id: reason.strip() for id, reason in filter(None, lines)}

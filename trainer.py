@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -159,7 +160,7 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
     """GRPO: sample from the server, reward, advantage in the group, a step, and the weights go back.
 
     Under torchrun every rank steps on the same batch, which rank 0 samples. Raises SyncError unless at the
-    end the weights are identical and the reward has tripled.
+    end the weights are identical and, after STEPS steps or more, the reward has tripled.
     """
     ranks = Ranks(seconds=options.timeout)
     torch.manual_seed(options.seed)
@@ -189,7 +190,7 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
     found = verify(client, model.state_dict(), lambda: sync.send(model.state_dict(), "again"))
     if ranks.rank == 0:
         print(found)
-    if options.steps and last < 3 * first:
+    if options.steps >= STEPS and last < 3 * first:
         raise SyncError(
             f"the reward went from {first:.3f} to {last:.3f}: not tripled, the policy did not learn"
         )
@@ -878,6 +879,10 @@ def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]
     """A part for each mapping of weights, with its device, and its buffer or exports where they are kept."""
     if isinstance(weights, Mapping):
         weights, device, kept = [weights], [device], [kept]
+    if not isinstance(weights, (list, tuple)) or not all(isinstance(each, Mapping) for each in weights):
+        raise ValueError(
+            "weights are a mapping of names to tensors, such as model.state_dict(), or a list of them"
+        )
     devices = device or [None] * len(weights)
     each_kept = kept or [None] * len(weights)
     lists = not isinstance(devices, (str, torch.device)) and isinstance(each_kept, Sequence)
@@ -1156,10 +1161,12 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Tensor]:
     try:
         state = load()
     except Exception as exc:  # whatever a damaged or hostile file makes them raise
-        why = str(exc).strip().splitlines()[:1]
-        raise ValueError(
-            f"{path} is no checkpoint that can be read ({type(exc).__name__}: {''.join(why)})"
-        ) from None
+        why = "".join(str(exc).strip().splitlines()[:1])
+        if isinstance(exc, pickle.UnpicklingError):  # torch's words are the advice to trust it
+            why = "it holds more than plain tensors, such as torch.save(model.state_dict(), path) writes"
+        raise ValueError(f"{path} is no checkpoint that can be read ({type(exc).__name__}: {why})") from None
+    if state == {}:
+        raise ValueError(f"{path} has no tensor")
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(weight, Tensor) for name, weight in state.items()
     ):
@@ -1215,27 +1222,39 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
+def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not (value := kind(text)) >= least or value == float("inf"):
+            raise ValueError
+        return value
+
+    return number
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="exit codes: 0 all is well, 1 the sync or the check failed, 2 wrong usage, 130 interrupted",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("url", nargs="?", help=f"the server (default {URL})")
     add("--spawn-server", action="store_true", help="run the server.py beside this file as a child instead")
-    add("--steps", type=int, default=STEPS, metavar="N", help="of training (default %(default)s)")
+    steps = "of training (default %(default)s; with fewer the reward need not have tripled)"
+    add("--steps", type=_at_least(0, int), default=STEPS, metavar="N", help=steps)
     add("--seed", type=int, default=0, metavar="N", help="of the training (default %(default)s)")
     add(
         "--checkpoint", type=Path, metavar="PATH", help="send this instead: .pt, .bin, .safetensors, a folder"
     )
     add("--packed", action="store_true", help="send through one buffer, chunk by chunk")
-    size: dict[str, Any] = {"type": int, "default": PACKED_BUFFER_SIZE_BYTES, "metavar": "N"}
+    size: dict[str, Any] = {"type": _at_least(1, int), "default": PACKED_BUFFER_SIZE_BYTES, "metavar": "N"}
     add("--packed-buffer-size-bytes", **size, help="of that buffer (default 1 GiB)")
     add("--device", default="auto", help="where the weights lie: auto, cpu, cuda or cuda:1; one a process")
-    add("--weight-version", metavar="V", help="the version the server publishes with these weights")
-    add("--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds a call may take (%(default)g)")
-    add(
-        "--start-wait", type=float, default=START_WAIT, metavar="S", help="seconds for another trainer to end"
-    )
+    add("--weight-version", metavar="V", help="with --checkpoint: what the server then publishes")
+    seconds: dict[str, Any] = {"type": _at_least(0.001, float), "metavar": "S"}
+    add("--timeout", **seconds, default=TIMEOUT, help="seconds a call may take (default %(default)g)")
+    wait = "seconds for another trainer to end (default %(default)g)"
+    add("--start-wait", **seconds | {"type": _at_least(0, float)}, default=START_WAIT, help=wait)
     return parser
 
 
@@ -1279,10 +1298,11 @@ def my_device(choice: str) -> torch.device:
     A rank that sees fewer GPUs than there are ranks (CUDA_VISIBLE_DEVICES) counts on from the first.
     """
     choice = ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
-    try:
-        device = torch.device(choice)
-    except RuntimeError:
-        raise ValueError(f"--device {choice!r} is none of auto, cpu, cuda, cuda:1") from None
+    device = torch.device(choice) if re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", choice) else None
+    if device is None:
+        raise ValueError(f"--device {choice!r} is none of auto, cpu, cuda, cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device is {choice}, and torch sees {torch.cuda.device_count()} CUDA devices")
     if device.index is None and "LOCAL_RANK" in os.environ:
         seen = torch.cuda.device_count() if device.type == "cuda" else 0
         at = int(os.environ["LOCAL_RANK"])
@@ -1328,6 +1348,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.url and options.spawn_server:
         parser.error("a URL and --spawn-server: which server is meant?")
+    if options.url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", options.url):
+        parser.error(f"{options.url!r} is no URL such as {URL}")
+    try:
+        my_device(options.device)
+    except ValueError as exc:
+        parser.error(str(exc))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child is taken down
     gc.freeze()  # what was imported stays: a collection need not look at it during a sync
     who = "trainer.py" + (f", rank {os.environ['RANK']}" if "RANK" in os.environ else "")
@@ -1337,6 +1363,8 @@ def main() -> int:
         print(f"{who}: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        for again in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(again, signal.SIG_IGN)  # it ends already
         print(f"{who}: interrupted", file=sys.stderr)
         return 130
     return 0

@@ -118,6 +118,14 @@ def test_a_server_that_cannot_start_says_why(words, trouble):
     sentence(words(server, "--device", "cpu", *line), *parts)
 
 
+def test_a_judge_that_cannot_start_has_no_verdict(words, monkeypatch, tmp_path):
+    """1 would be a finding. And no empty transcript stays behind."""
+    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
+    for line in (["--device", "tpu"], ["--forward", "nonsense"], ["--transcript", "/nowhere/sync.jsonl"]):
+        assert words(server, "--device", "cpu", *line, "--judge", "true")[0] == 2
+    assert not [file for file in tmp_path.iterdir() if not file.stat().st_size]
+
+
 def test_a_port_in_use_is_named(words):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1142,10 +1142,9 @@ PACKED = ("--packed", "--packed-buffer-size-bytes", "150000")
 def test_two_trainers_train_alike_and_rank_0_speaks(witness_of):
     witness = witness_of("cpu", 2)
     first, second = trainers(2, witness.url, "--device", "cpu", "--steps", "2", *PACKED)
-    assert (first.code, second.code) == (1, 1)
+    assert (first.code, second) == (0, Said(0, "", ""))
     steps = [line for line in first.out.splitlines() if line.startswith("step ")]
     assert len(steps) == 2 and first.out.endswith("identical: sha256 of 29 tensors, on every worker\n")
-    assert second.out == "" and second.err.startswith("trainer.py, rank 1: the reward went from ")
     assert witness.held()[0] == witness.held()[1] and witness.found() == set()
 
 

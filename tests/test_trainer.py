@@ -1688,9 +1688,35 @@ def test_too_small_a_buffer_is_one_line_that_names_the_tensor(main, fake, checkp
     assert fake.paths == [INIT]
 
 
-def test_a_device_that_cannot_be_is_one_line(main):
-    code, _, (line,) = main(closed_url(), "--device", "bogus")
-    assert code in (1, 2) and "bogus" in line
+WRONG = {
+    "--device bogus": "'bogus' is none of auto, cpu, cuda, cuda:1",
+    "--device mps": "'mps' is none of auto, cpu, cuda, cuda:1",
+    "--device cuda:99": "torch sees",
+    "--timeout 0": "--timeout",
+    "--timeout nan": "--timeout",
+    "--start-wait -1": "--start-wait",
+    "--steps -3": "--steps",
+    "--packed-buffer-size-bytes 0": "--packed-buffer-size-bytes",
+    "127.0.0.1:8000": "'127.0.0.1:8000' is no URL such as http://127.0.0.1:8000",
+    "nonsense": "'nonsense' is no URL",
+    "http://127.0.0.1:8000 --spawn-server": "which server is meant?",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_usage_is_one_sentence_and_2(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trainer.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        trainer.main()
+    *_, last = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and last.startswith("trainer.py: error: ") and WRONG[words] in last
+
+
+@pytest.mark.parametrize("weights", [torch.nn.Linear(2, 2), [("a", torch.ones(2))], None])
+def test_what_is_no_mapping_of_weights_is_said(fake, weights):
+    with pytest.raises(ValueError, match="a mapping of names to tensors"):
+        trainer.send_weights(HTTPWeightSyncClient(fake.url), weights)
+    assert fake.seen == []
 
 
 def test_a_server_with_other_names_is_sent_to_twice(main, fake, checkpoints):
@@ -1803,6 +1829,12 @@ trainer.send_weights_packed(
     client, other, 32, device="cpu:0", progress=lambda line: os.kill(os.getpid(), signal.SIGKILL)
 )
 """
+LEARNS_NOTHING = """
+import sys, trainer
+trainer.STEPS, trainer.LEARNING_RATE = 2, 0.0
+sys.argv = ["trainer.py", "--spawn-server", "--device", "cpu", "--steps", "2"]
+sys.exit(trainer.main())
+"""
 STAYS_FLAT = """
 import json, os, sys, torch, trainer, ipc_codec
 def footprint():
@@ -1834,7 +1866,7 @@ WRONG_BYTE = worker_table(digests(small()) | {"b": digests({"b": torch.ones(1)})
 
 RUNS: dict[str, Callable[[Place], Any]] = {
     "grpo": trained(*WITHIN_150_KB),
-    "grpo of two steps": trained("--steps", "2"),
+    "grpo that cannot learn": lambda place: command("-c", LEARNS_NOTHING),
     "SIGTERM": trained(*FOREVER, *WITHIN_150_KB, by=signal.SIGTERM),
     "Ctrl-C": trained(*FOREVER, by=signal.SIGINT, group=True),
     "SIGKILL": trained(*FOREVER, by=signal.SIGKILL),
@@ -2009,7 +2041,7 @@ def test_the_main_job_learns_through_its_syncs(run):
     leaves_nothing(run)
 
 
-@the_run("grpo of two steps")
+@the_run("grpo that cannot learn")
 def test_a_policy_that_did_not_learn_is_a_failure(run):
     assert run.code == 1 and len(steps_of(run)) == 2
     assert "identical: sha256 of 29 tensors" in run.out
