@@ -286,6 +286,7 @@ class Exports:
     def __init__(self) -> None:
         self.handles: list[Handle] = []
         self.layout: Any = None  # its owner's, for as long as the tensors lie where they are
+        self.in_use = threading.Lock()  # its owner's, for the length of a sync
         self._aliases: Aliases = {}
         self._counters: list[_Counter] = []
         _renewable.add(self)
@@ -1016,6 +1017,7 @@ def _open_shm(name: bytes, access: int = os.O_RDWR) -> int:
 
 def ipc_collect() -> None:
     """Takes back the memory of all our exports whose counter is 0, CUDA's and the emulation's."""
+    global _resting
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
     with _lock:
@@ -1024,6 +1026,7 @@ def ipc_collect() -> None:
         for where in over:
             del _lent[where]
             _free_slots.append(where)
+        _resting = len(over) or _resting
 
 
 # --- The emulation: CPU memory lent as CUDA memory is -------------------------------------------------
@@ -1034,6 +1037,7 @@ _lent: dict[_Counter, tuple[torch.UntypedStorage, weakref.ref[_Alias]]] = {}
 _counter_files: dict[bytes, torch.Tensor] = {}  # int64, [SLOTS]; torch unlinks the file with us
 # The longest free first: a slot that is taken again at once would speak for the export before.
 _free_slots: collections.deque[_Counter] = collections.deque()
+_resting = 0  # so many of them, at the end, were given back last, and still speak for the exports before
 
 
 @atexit.register
@@ -1077,11 +1081,11 @@ def _share(storage: torch.UntypedStorage) -> bytes:
 
 
 def _take_slot() -> _Counter:
-    if not _free_slots:
+    if len(_free_slots) <= _resting:
         counters = torch.zeros(SLOTS, dtype=torch.int64)
         name = _share(counters.untyped_storage())
         _counter_files[name] = counters
-        _free_slots.extend(_Counter(name, slot) for slot in range(SLOTS))
+        _free_slots.extendleft(_Counter(name, slot) for slot in reversed(range(SLOTS)))
     where = _free_slots.popleft()
     _counter_files[where.name][where.slot] = 1
     return where

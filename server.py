@@ -139,7 +139,7 @@ class Worker:
             self.hold(self.model.state_dict())
 
     def hold(self, weights: Mapping[str, Tensor]) -> None:
-        new = {name: weight.contiguous() for name, weight in weights.items()}
+        new = {name: ipc_codec.wire_form(weight) for name, weight in weights.items()}
         places = {name: ipc_codec.words_of(weight) for name, weight in new.items()}
         self.weights |= new
         self.places |= places
@@ -1422,7 +1422,8 @@ class Relay(Connection):
 
     def _sync_call(self, call: str, body: bytes, began: float) -> None:
         """Between the answer and its passing on there is nothing but a look at the counters."""
-        before = self.forward.look() if call in ("start_weight_update", "finish_weight_update") else {}
+        looks = call in ("start_weight_update", "update_weights", "finish_weight_update")
+        before = self.forward.look() if looks else {}
         try:
             response = self._ask(body, update=call == "update_weights")
             status, reason, headers = response.status, response.reason, response.getheaders()
@@ -1608,7 +1609,7 @@ class Lent:
     """What an update that was accepted has lent, until a finish is."""
 
     label: str
-    syncs: int  # in which it was lent, this one too
+    syncs: int  # in which it was lent without a renewal, this one too
     replied: int | None = None  # its counter when the last update that names it was answered
     times: int = 1  # unpacked, each handle is opened and released
     now: bool = True  # lent in the sync that is open
@@ -1708,16 +1709,17 @@ class Observer:
         for (export, label, packed), count in zip(came, seen["replied"], strict=True):
             self.refused.pop(export, None)
             if not blind:
-                self._lend(export, label, packed).replied = count
+                renewed = export.counter(said.before) == 1
+                self._lend(export, label, packed, renewed).replied = count
         return seen
 
-    def _lend(self, export: Export, label: str, packed: bool) -> Lent:
+    def _lend(self, export: Export, label: str, packed: bool, renewed: bool) -> Lent:
         lent = self.lent.get(export)
         if lent and lent.now:
             lent.times += not packed
             return lent
-        syncs = 1 + (lent.syncs if lent else self.past.get(export, 0))
-        self.lent[export] = Lent(label, syncs)
+        before = lent.syncs if lent else self.past.get(export, 0)
+        self.lent[export] = Lent(label, 1 if renewed else 1 + before)
         return self.lent[export]
 
     def _started(self, said: Said) -> dict[str, Any]:

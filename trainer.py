@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -618,7 +619,7 @@ def send_weights(
     updates = Updates(client, rank_local, parts[0])
     told = read = False
     try:
-        ranks.together("plan", lambda: [part.make_plan() for part in parts], updates.agree)  # 1
+        ranks.together("plan", lambda: _plan(parts), updates.agree)  # 1
         ranks.together("export", lambda: [part.export() for part in parts], updates.lend)  # 2 to 4: the loan
         ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
         told = True
@@ -682,7 +683,7 @@ def send_weights_packed(
         )
 
     try:
-        count = ranks.together("plan", lambda: [part.make_plan(room) for part in parts], updates.agree)  # 1
+        count = ranks.together("plan", lambda: _plan(parts, room), updates.agree)  # 1
         ranks.together("export", lambda: [part.export_buffer() for part in parts], updates.lend)  # 3, 4
         ranks.first("start", lambda: _start(client, start_wait, progress), start_wait + 3 * client.timeout)
         for at in range(count):
@@ -738,9 +739,17 @@ class Part:
     buffer: PackedBuffer | None = None
     exports: Exports = field(default_factory=Exports)  # packed, the buffer's
     kept: bool = False  # whether they outlive this sync
+    begun: threading.Lock | None = None  # of its exports, from the plan to the end of the sync
     lends: bool = False  # whether this sync has begun to lend them
     plan: Plan = NOTHING
     lent: dict[str, Tensor] = field(default_factory=dict)  # unpacked: held until the loan ends
+
+    def begin(self) -> None:
+        if not self.exports.in_use.acquire(blocking=False):
+            raise HandleError(
+                "this buffer, or these Exports, are in another sync now; each thread has its own"
+            )
+        self.begun = self.exports.in_use
 
     def make_plan(self, room: int = 0) -> Plan:
         """Station 1, packed with `room` for a buffer: looks at all, gathers and writes nothing.
@@ -1039,7 +1048,9 @@ def _settle(parts: Iterable[Part]) -> None:
 
 
 def _settle_unopened(parts: list[Part], ranks: Ranks, progress: Progress) -> None:
-    """After a good sync of several GPUs: of one that no worker is on, nobody opened what was lent there."""
+    """After a good sync: nobody opened what was lent on a GPU that no worker is on, or to send no tensor."""
+    if ranks.size == 1 and not any(part.plan.chunks for part in parts):
+        _settle(parts)
     for part in parts if len(parts) * ranks.size > 1 else ():
         exports = list(part.args())
         if exports and {*ipc_codec.ref_counts(exports)} <= {1, None}:
@@ -1048,18 +1059,27 @@ def _settle_unopened(parts: list[Part], ranks: Ranks, progress: Progress) -> Non
             progress(f"nobody has opened what was lent on GPU {uuids}: no worker is on it")
 
 
+def _plan(parts: list[Part], room: int = 0) -> list[Plan]:
+    for part in parts:
+        part.begin()
+    return [part.make_plan(room) for part in parts]
+
+
 def _forget(parts: Iterable[Part]) -> None:
     """After a failure nothing is renewed."""
     for part in parts:
-        part.exports.forget()
+        if part.begun:
+            part.exports.forget()
 
 
 def _end(parts: Iterable[Part]) -> None:
     """The loan is over, or nothing more can be done about it."""
     for part in parts:
         part.lent.clear()
-        if not part.kept or part.exports.layout is None:  # copies are not lent again
+        if part.begun and (not part.kept or part.exports.layout is None):  # copies are not lent again
             part.exports.forget()
+        if part.begun:
+            part.begun.release()
     ipc_codec.ipc_collect()
 
 

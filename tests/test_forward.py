@@ -88,10 +88,12 @@ def fault():
     return Path(__file__ + ".fault").read_text()
 
 held = []  # what is not let go
+opened = []  # the counters of this sync
 open_exports, open_buffer = ipc_codec.open_exports, ipc_codec.PackedBufferImporter.open_export
 load, finish, answer = Engine._load, Engine.finish_weight_update, App.answer
 
 def holding(exports, device):
+    opened.extend(map(ipc_codec._counter, exports))
     tensors = open_exports(exports, device)
     if fault() in ("never releases", "releases late", "lets go in between"):
         held.append(tensors)
@@ -113,6 +115,9 @@ def loading(self, *args):
 
 def finishing(self, *args):
     said = finish(self, *args)
+    if fault() == "releases again":
+        ipc_codec._count({{*opened}}, -1)
+    opened.clear()
     if fault() == "releases late":
         threading.Timer(0.3, held.clear).start()
     return said
@@ -435,6 +440,25 @@ def test_a_server_is_named_for_what_it_does_to_an_export(one, fault):
     assert (party, rule) == ("server", "export.released")
     assert what.removeprefix(one.prefix).startswith(says)
     assert "server MUST export.released" in one.between.stderr()[told:]  # at once, for who watches a job
+
+
+@both_modes
+def test_of_a_renewed_export_a_second_release_is_the_servers(one, packed):
+    """The trainer has lent it in two syncs, and was in its right."""
+    import trainer
+
+    client, exports = trainer.HTTPWeightSyncClient(one.between.url, PATIENCE), ipc_codec.Exports()
+    weights, buffer = {"a": torch.ones(2), "b": torch.ones(4)}, ipc_codec.PackedBuffer(1 << 10, "cpu:0")
+    for fault in ("", "", "releases again"):
+        client.init_weight_transfer_engine({"packed": packed})
+        with one.fault(fault):
+            if packed:
+                trainer.send_weights_packed(client, weights, buffer=buffer, device="cpu:0")
+            else:
+                trainer.send_weights(client, weights, exports=exports, device="cpu:0")
+            found = findings(one)
+    assert {(party, rule) for party, rule, _what in found} == {("server", "export.released")}
+    assert {what.rpartition(": ")[2] for *_, what in found} == {"released 2 times"}
 
 
 SYNC: dict[str, Any] = {INIT: {"init_info": {}}, START: None, UPDATE: "update_info", FINISH: None}

@@ -748,3 +748,21 @@ def test_where_one_worker_cannot_read_a_known_body_no_worker_has(two_workers, pa
     two_workers.sync_of(loan.body, packed=packed)
     for worker in (TP0, TP1):
         assert two_workers.checksums(worker) == digests(model(2))
+
+
+class Odd(torch.nn.Module):
+    """With buffers that are no plain bytes as they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conj: torch.Tensor
+        self.register_buffer("conj", torch.tensor([1 + 2j, 3 - 1j]).conj())
+        self.register_buffer("neg", torch._neg_view(torch.arange(3.0)))
+        self.register_buffer("across", torch.arange(6.0).view(2, 3).t())
+
+
+def test_what_a_model_has_is_held_as_plain_memory():
+    worker, model = server.Worker(torch.device("cpu", 0), Odd), Odd()
+    for name, weight in worker.weights.items():
+        assert torch.equal(weight, getattr(model, name))
+        assert weight.is_contiguous() and not weight.is_conj() and not weight.is_neg()

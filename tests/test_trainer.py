@@ -1688,6 +1688,30 @@ def test_too_small_a_buffer_is_one_line_that_names_the_tensor(main, fake, checkp
     assert fake.paths == [INIT]
 
 
+@both_modes
+def test_what_is_in_another_sync_is_not_taken(fake, reader, kept, packed):
+    """Of two threads the second would be told the handles of the first."""
+    buffer = PackedBuffer(64, "cpu:0")
+    more = {"buffer": buffer} if packed else {"exports": kept}
+    exports = buffer.exports if packed else kept
+    client = HTTPWeightSyncClient(fake.url)
+    send(client, small(), packed, **more)
+    handles, said = exports.handles, len(fake.seen)
+    with exports.in_use, pytest.raises(HandleError, match="in another sync now"):
+        send(client, small(), packed, **more)
+    assert len(fake.seen) == said and exports.handles is handles
+    send(client, small(), packed, **more)
+    buffer.exports.forget()
+
+
+def test_a_sync_of_nothing_leaves_nothing_lent(fake, exports):
+    buffer = PackedBuffer(64, "cpu:0")
+    for _ in range(2):
+        send(HTTPWeightSyncClient(fake.url), {}, packed=True, buffer=buffer)
+        assert counters(exports) == {0}
+    buffer.exports.forget()
+
+
 WRONG = {
     "--device bogus": "'bogus' is none of auto, cpu, cuda, cuda:1",
     "--device mps": "'mps' is none of auto, cpu, cuda, cuda:1",
