@@ -762,7 +762,7 @@ class Odd(torch.nn.Module):
 
 
 def test_what_a_model_has_is_held_as_plain_memory():
-    worker, model = Worker(torch.device("cpu", 0), Odd), Odd()
+    worker, model = server_module.Worker(torch.device("cpu", 0), Odd), Odd()
     for name, weight in worker.weights.items():
         assert torch.equal(weight, getattr(model, name))
         assert weight.is_contiguous() and not weight.is_conj() and not weight.is_neg()
