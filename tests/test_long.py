@@ -159,8 +159,10 @@ class Broken(trainer.HTTPWeightSyncClient):
         super().__init__(url)
         self.change = change
 
-    def update_weights(self, update_info):
-        super().update_weights(self.change(trainer._encoded(update_info)))
+    def update_weights(self, body):
+        if isinstance(body, trainer.Late):
+            body = body.read()
+        super().update_weights(self.change(json.loads(body)["update_info"]))
 
 
 def cut(info):
