@@ -239,12 +239,13 @@ FAILURES = {
 }
 
 
-def buffered(client, weights, packed, size):
+def buffered(client, weights, packed, size, kept=None):
+    """`kept`: exports or a buffer of syncs before."""
     client.init_weight_transfer_engine({"packed": packed})
     more = {"device": DEVICE, "start_wait": 0}
     if packed:
-        return trainer.send_weights_packed(client, weights, size, **more)
-    return trainer.send_weights(client, weights, **more)
+        return trainer.send_weights_packed(client, weights, size, buffer=kept, **more)
+    return trainer.send_weights(client, weights, exports=kept, **more)
 
 
 def test_two_trainers_at_once_never_mix_their_bytes(tmp_path):
@@ -295,10 +296,13 @@ def everything(server):
 
 
 def test_thousands_of_syncs_stay_flat(server):
-    """Modes, buffer sizes and, every tenth time, failures alternate: all bytes arrive, nothing grows."""
+    """Modes, buffer sizes, what is kept and, every tenth time, failures alternate: all bytes arrive, nothing
+    grows."""
     client, chance = trainer.HTTPWeightSyncClient(server.url), random.Random(0)
     versions = [layers(seed) for seed in range(4)]
     expected = [{f"dp0:pp0:pcp0:tp0:{n}": ipc_codec.checksum(w) for n, w in v.items()} for v in versions]
+    exports = [ipc_codec.Exports() for _ in versions]
+    buffers = {size: ipc_codec.PackedBuffer(size, DEVICE) for size in BUFFERS}
     seconds, failed, marks = [], [], {}
     for at in range(SYNCS):
         weights, packed = versions[at % 4], chance.random() < 0.5
@@ -307,7 +311,9 @@ def test_thousands_of_syncs_stay_flat(server):
             FAILURES[failed[-1]](server, packed, weights)
             continue
         began = time.monotonic()
-        buffered(client, weights, packed, chance.choice(BUFFERS))
+        size, keep = chance.choice(BUFFERS), chance.random() < 0.5
+        kept = (buffers[size] if packed else exports[at % 4]) if keep else None
+        buffered(client, weights, packed, size, kept)
         seconds.append(time.monotonic() - began)
         held = client.checksums()
         assert all(held[name] == checksum for name, checksum in expected[at % 4].items())
