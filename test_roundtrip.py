@@ -1474,11 +1474,16 @@ def run_server(*options):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
+# A process of its own costs seconds; tests/test_environment.py has the same words without one.
+
+
+@pytest.mark.long
 def test_help_exits_0():
     done = run_server("--help")
     assert done.returncode == 0 and "--data-parallel-size" in done.stdout
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_said_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -1487,12 +1492,10 @@ def test_a_port_in_use_is_said_in_one_line():
     assert len(done.stderr.splitlines()) == 1 and port in done.stderr
 
 
-WRONG_OPTIONS = [
-    pytest.param(("--device", "tpu"), marks=pytest.mark.long),
-    ("--device", "cpu:0,cpu:1", "--data-parallel-size", "3"),
-]
+WRONG_OPTIONS = [("--device", "tpu"), ("--device", "cpu:0,cpu:1", "--data-parallel-size", "3")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", WRONG_OPTIONS, ids=" ".join)
 def test_a_wrong_option_is_said_without_a_traceback(options):
     done = run_server("--port", "0", *options)

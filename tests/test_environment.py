@@ -108,6 +108,11 @@ OPTIONS = {
     "a model that gives no module": (["--model", "os:getcwd"], ["without arguments", "'str'"]),
     "a port that cannot be": (["--port", "70000"], ["127.0.0.1:70000", "0-65535"]),
     "a host that is nobody's": (["--host", "203.0.113.1"], ["203.0.113.1", "cannot start"]),
+    "a device that is none": (["--device", "tpu"], ["'tpu'", "cuda:0,cuda:1"]),
+    "workers that cannot be divided": (
+        ["--device", "cpu:0,cpu:1", "--data-parallel-size", "3"],
+        ["--data-parallel-size 3 does not divide 2 workers"],
+    ),
     "a transcript nowhere": (["--transcript", "/nowhere/sync.jsonl"], ["/nowhere/sync.jsonl"]),
 }
 
