@@ -1083,6 +1083,7 @@ def test_judge_runs_a_trainer_through_the_forwarder(tmp_path, fault, code):
 # --- Long: everything that the judge knows, from outside ------------------------------------------------
 
 INSIDE_ONLY = {"loan.until-reply", "loan.until-finish", "workers.same-bytes", "handle.opens", "weights.fit"}
+INSIDE_ONLY |= {"init.first"}  # the server was there before the forwarder
 
 
 @pytest.fixture(scope="module")
@@ -1103,11 +1104,17 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, 
 
 
 class Mutated(Trainer):
-    """Waits for the server's mapping, not for the forwarder's: that has none."""
+    """Waits for the server's mapping: behind a forwarder it tells nobody when it has looked."""
 
-    def opened(self, files: list[bytes]) -> bool:
-        maps = Path(f"/proc/{self.between.upstream.process.pid}/maps").read_bytes()
-        return all(file in maps for file in files)
+    def update_and(self, info: dict[str, Any], write: Callable[[], Any]) -> None:
+        files = [args[7][4:] for args in self.loans if args[7] and args[7].startswith(b"cpu:")]
+        maps = Path(f"/proc/{self.between.upstream.process.pid}/maps")
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.update, info)
+            await_true(lambda: all(file in maps.read_bytes() for file in files))
+            write()
+            assert not reply.done()
+            ok(reply.result())
 
 
 @pytest.mark.long
