@@ -1103,15 +1103,20 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, 
         yield between
 
 
+def await_opened(t: Trainer) -> None:
+    """Until the server has mapped all that is lent."""
+    files = [args[7][4:] for args in t.loans if args[7] and args[7].startswith(b"cpu:")]
+    maps = Path(f"/proc/{t.between.upstream.process.pid}/maps")
+    await_true(lambda: all(file in maps.read_bytes() for file in files))
+
+
 class Mutated(Trainer):
     """Waits for the server's mapping: behind a forwarder it tells nobody when it has looked."""
 
     def update_and(self, info: dict[str, Any], write: Callable[[], Any]) -> None:
-        files = [args[7][4:] for args in self.loans if args[7] and args[7].startswith(b"cpu:")]
-        maps = Path(f"/proc/{self.between.upstream.process.pid}/maps")
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(self.update, info)
-            await_true(lambda: all(file in maps.read_bytes() for file in files))
+            await_opened(self)
             write()
             assert not reply.done()
             ok(reply.result())
@@ -1166,8 +1171,7 @@ def test_a_server_that_is_killed_in_mid_update_is_named(tmp_path, packed):
         t.begin(packed)
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(t.update, t.info(pair(), packed))
-            files = [args[7][4:] for args in t.loans]
-            await_true(lambda: Mutated.opened(t, files))
+            await_opened(t)
             faulty.process.kill()
             assert "hung up without an answer" in error(reply.result(), 502, "BadGatewayError", None)
         assert between.stop() == 0
