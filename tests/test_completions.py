@@ -1039,6 +1039,7 @@ def test_under_load_every_completion_is_of_one_version(plain, aborts, waits):
     assert set.union(*(said for version, said in reasons.items() if version >= aborts)) == {"length"}
 
 
+@pytest.mark.long
 def test_a_sync_without_a_pause_mixes_no_completion(plain):
     plain.sync(always(0), "0")
     with Load(plain) as load:

@@ -1300,6 +1300,7 @@ def test_what_has_no_bytes_has_no_counter_and_is_renewed_with_the_rest(device, p
     ipc_codec.settle(*lent_by(beside))
 
 
+@pytest.mark.long
 def test_many_exports_of_one_storage_are_renewed_and_its_memory_comes_back(device, peer):
     """More than torch may have of one alias: see `_Alias.MOST`."""
 

@@ -1136,6 +1136,7 @@ def trainers(size: int, *words: Any) -> list[Said]:
 PACKED = ("--packed", "--packed-buffer-size-bytes", "150000")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.cuda.is_available() and not CUDA, reason="its ranks are forked, which CUDA does not bear"
 )

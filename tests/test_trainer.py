@@ -1911,7 +1911,7 @@ RUNS: dict[str, Callable[[Place], Any]] = {
 
 # What is told by another run as well, or by test_kills.py, waits for a long one.
 SLOW = (
-    *("grpo of two steps", "SIGTERM", "Ctrl-C", "SIGKILL", "next after a kill", "flat", "no gate"),
+    *("grpo that cannot learn", "SIGTERM", "Ctrl-C", "SIGKILL", "next after a kill", "flat", "no gate"),
     *("spawned, .bin, packed", "spawned, .safetensors"),
 )
 
