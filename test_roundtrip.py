@@ -1502,6 +1502,7 @@ def test_a_wrong_option_is_said_without_a_traceback(options):
     assert done.returncode != 0 and done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_sigterm_ends_the_server_in_mid_sync_without_a_traceback():
     with Server("cpu") as server:
         client = Client(server)

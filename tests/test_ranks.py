@@ -1159,6 +1159,7 @@ def test_trainers_send_a_checkpoint_from_every_rank(witness_of, tmp_path):
     assert witness.held() == [SMALL, SMALL]
 
 
+@pytest.mark.long
 def test_a_refusal_is_one_line_of_each_trainer(tmp_path):
     torch.save(small(), tmp_path / "small.pt")
     with Fake({UPDATE: Answer(400, b"what?")}) as fake:
