@@ -298,7 +298,7 @@ class Exports:
         self.forget()
         self.handles = _export_all(tensors, device, self._aliases)
         lent = itertools.chain.from_iterable(map(dict.values, self.handles))
-        self._counters = list(filter(None, map(_counter, lent)))
+        self._counters = list(filter(None, _counters(lent)))
         return self.handles
 
     def renew(self) -> bool:
@@ -942,10 +942,7 @@ def ref_count(args: Any) -> int | None:
 
 def ref_counts(exports: Sequence[Any]) -> list[int | None]:
     """The same of many, reading each file once."""
-    given = [_by_name(args) for args in exports]
-    _check([args for args in given if args.ref_counter_handle is not None], COUNTER)
-    slots = [(args.ref_counter_handle, args.ref_counter_offset) for args in given]
-    return _counts([None if name is None else _Counter(name, slot) for name, slot in slots])
+    return _counts(_counters(exports))
 
 
 def _counts(counters: Sequence[_Counter | None]) -> list[int | None]:
@@ -958,16 +955,15 @@ def _counts(counters: Sequence[_Counter | None]) -> list[int | None]:
 
 def settle(*exports: Any) -> None:
     """For exports that nobody opened: sets each counter from 1 to 0, so that the memory can be reclaimed."""
-    counters = list(map(_counter, exports))
+    counters = _counters(exports)
     _count({c for c, count in zip(counters, _counts(counters), strict=True) if c and count == 1}, -1)
 
 
-def _counter(args: Any) -> _Counter | None:
-    given = _by_name(args)
-    if given.ref_counter_handle is None:
-        return None
-    _check([given], COUNTER)
-    return _Counter(given.ref_counter_handle, given.ref_counter_offset)
+def _counters(exports: Iterable[Any]) -> list[_Counter | None]:
+    given = [_by_name(args) for args in exports]
+    _check([args for args in given if args.ref_counter_handle is not None], COUNTER)
+    slots = [(args.ref_counter_handle, args.ref_counter_offset) for args in given]
+    return [None if name is None else _Counter(name, slot) for name, slot in slots]
 
 
 def read_counters(name: bytes) -> bytes:

@@ -783,9 +783,10 @@ class Part:
         self.exports.forget()  # before others are made: they are not lent any more, and not settled
         self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
         self.exports.lend(self.lent, self.device)
-        layout = Layout(self.weights, self.plan, self.device)
-        if list(map(_address, self.lent.values())) == layout.look[0]:
-            self.exports.layout = layout  # no copy was lent
+        if self.kept:
+            layout = Layout(self.weights, self.plan, self.device)
+            if list(map(_address, self.lent.values())) == layout.look[0]:
+                self.exports.layout = layout  # no copy was lent
         return self.exports.handles
 
     def export_buffer(self) -> ipc_codec.Handle:

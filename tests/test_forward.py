@@ -93,7 +93,7 @@ open_exports, open_buffer = ipc_codec.open_exports, ipc_codec.PackedBufferImport
 load, finish, answer = Engine._load, Engine.finish_weight_update, App.answer
 
 def holding(exports, device):
-    opened.extend(map(ipc_codec._counter, exports))
+    opened.extend(ipc_codec._counters(exports))
     tensors = open_exports(exports, device)
     if fault() in ("never releases", "releases late", "lets go in between"):
         held.append(tensors)

@@ -615,7 +615,7 @@ def test_a_known_body_whose_exports_were_not_renewed_is_taken_and_the_witness_sa
     assert client.checksums() == digests(model(2)) and loan.counters == {-1}
     assert ("trainer", "export.fresh") in client.found()
     assert {party for party, _ in client.found()} == {"trainer"}
-    ipc_codec._count(set(map(ipc_codec._counter, loan.args)), 1)
+    ipc_codec._count(set(ipc_codec._counters(loan.args)), 1)
 
 
 # --- Envelopes ----------------------------------------------------------------------------------------
