@@ -1154,6 +1154,7 @@ class Judge:
     ended: float = 0.0
     lost: bool = False  # a call got no answer: the session is in either state
     joined: bool = False  # the server was there before: who knows which mode it was told
+    held: bool = False  # updates were answered late, so that who does not wait for the answer shows
 
     @classmethod
     def of(cls, header: Mapping[str, Any], exercised: set[str]) -> Judge:
@@ -1161,7 +1162,8 @@ class Judge:
         known = isinstance(uuids, list) and all(uuid is None or isinstance(uuid, str) for uuid in uuids)
         each: Any = uuids if known and uuids else [None]
         sessions = [Session(uuid=uuid, workers=len(each)) for uuid in each]
-        return cls(sessions, exercised, joined="forwarded" in header)
+        held = bool(header.get("hold_seconds"))
+        return cls(sessions, exercised, joined="forwarded" in header, held=held)
 
     def hear(self, at: int, line: Any) -> None:
         call, status = (line.get("call"), line.get("status")) if isinstance(line, Mapping) else (None, None)
@@ -1244,9 +1246,9 @@ class Judge:
         silent = silent if update and update.rank_local else silent | {"rank-local.counted"}
         rules = MESSAGE_RULES.get(call, []) if update or call != "update_weights" else []
         self.exercised |= {rule.id for rule in rules if rule.applies(session)} - silent
+        shows = {"workers.same-bytes": bool(evidence.others), "loan.until-reply": self.held}
         for rule in WITNESS_RULES.get(call, []):
-            there = any(map(evidence.has, rule.evidence.split()))
-            if there and (evidence.others or rule.id != "workers.same-bytes"):
+            if shows.get(rule.id, True) and any(map(evidence.has, rule.evidence.split())):
                 self.exercised.add(rule.id)
 
     def _find(self, broken: Iterable[Refused], party: str = "") -> None:
@@ -1268,7 +1270,9 @@ class Judge:
             self.exercised.discard("init.first")
         if self.sessions[0].state is UPDATING and not self.lost:
             self._find([Refused(RULES["sync.finished"], "the transcript ends in an open update")])
-        elif "finish.after-start" in self.exercised:
+        elif "finish.after-start" in self.exercised and not any(
+            finding.rule.id == "start.one-at-a-time" for finding in self.findings
+        ):
             self.exercised.add("sync.finished")
         return self.findings
 
@@ -1316,6 +1320,8 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         out(str(finding))
     if unseen := next(filter(None, map(_uncounted, lines)), ""):
         out(f"  reference counters are not observable: {unseen}")
+    if lines[0].get("hold_seconds") == 0:
+        out("  updates were answered at once: who does not wait for the answer shows with --hold-seconds 0.1")
     broken = {finding.rule.id for finding in findings}
     for rule in RULES.values():
         state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"

@@ -67,6 +67,7 @@ SLOWEST = 1 << 20  # and one that brings fewer bytes a second, after that time
 MAX_CONNECTIONS = 900  # each is a thread and a descriptor, of which a process has 1,024 by default
 MAX_BODY_BYTES = 1 << 30
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
+HOLD_SECONDS = 0.1  # with --judge an update is answered so late: who does not wait is caught in the act
 KNOWN_BYTES = 1 << 26  # of bodies that are remembered until the next sync
 MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
 LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
@@ -530,7 +531,7 @@ class Witness:
     With a witness an unpacked mapping is kept until the finish, as the trainer's loan allows.
     """
 
-    def __init__(self, path: str, workers: Sequence[Worker]):
+    def __init__(self, path: str, workers: Sequence[Worker], hold_seconds: float = 0.0):
         self.workers = workers
         self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
         self.loans: list[list[Loan]] = [[] for _ in workers]
@@ -538,9 +539,9 @@ class Witness:
         self.refused: list[Any] = []  # exports of refused updates, of all workers
         self.described: tuple[Any, Any] = (None, None)  # an update, and its handles as plain values
         self._begin()
-        self._line(
-            {**protocol.TRANSCRIPT, "digest": "ipc_codec.digests", "uuids": [w.session.uuid for w in workers]}
-        )
+        uuids = [worker.session.uuid for worker in workers]
+        told = {"digest": "ipc_codec.digests", "hold_seconds": hold_seconds, "uuids": uuids}
+        self._line({**protocol.TRANSCRIPT, **told})
 
     def _begin(self) -> None:
         """Nothing is seen yet of the exchange to come."""
@@ -591,8 +592,8 @@ class Witness:
                 weights = list(buffer[: sum(update.sizes)].split(update.sizes)) if update.sizes else []
                 self._lend_buffer(self.loans[at], exports[0], before[0] == 1)
             self.chunk.append(weights)
-            seen = {"arrival": ipc_codec.digests(weights), "before": before}
-            self.seen[at] |= {**seen, "unopened": "", "misfit": ""}
+            self.seen[at] |= {"arrival": ipc_codec.digests(weights), "before": before, "unopened": ""}
+            self.seen[at] |= {} if worker.takes_any_name else {"misfit": ""}
 
     @staticmethod
     def _lend_buffer(loans: list[Loan], args: Any, counted: bool) -> None:
@@ -1868,9 +1869,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--hold-seconds",
         type=_at_least(0, float),
-        default=0,
         metavar="S",
-        help="delay each update's answer by S seconds",
+        help=f"delay each update's answer by S seconds (default 0; with --judge {HOLD_SECONDS})",
     )
     add("--transcript", metavar="FILE", help="write what was said and seen, for `protocol.py FILE` to judge")
     add(
@@ -1895,8 +1895,10 @@ def make_server(options: argparse.Namespace) -> Server:
     model = load_callable(options.model) if options.model else None
     engine = WeightTransferEngine(devices, model, options.strict, options.model or DEFAULT_MODEL)
     engine.hold_seconds = options.hold_seconds
+    if engine.hold_seconds is None:
+        engine.hold_seconds = 0.0 if options.judge is None else HOLD_SECONDS
     if options.transcript:
-        engine.witness = Witness(options.transcript, engine.workers)
+        engine.witness = Witness(options.transcript, engine.workers, engine.hold_seconds)
     app = App(engine, options.data_parallel_size, options.max_body_bytes)
     return Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
 

@@ -1135,6 +1135,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 CLEAN = TRANSCRIPTS / "clean.jsonl"
+HELD = "0.01"  # seconds
 BY_HAND = TRANSCRIPTS / "by_hand.jsonl"
 
 
@@ -1146,7 +1147,7 @@ def test_the_clean_transcript_is_clean():
 
 
 def test_the_witness_writes_the_clean_transcript(inside):
-    one = inside()
+    one = inside("--hold-seconds", HELD)
     clean_syncs(one.url)
     assert without_chance(read(one.path)) == without_chance(read(CLEAN))
 
@@ -1454,6 +1455,14 @@ NOT_EXERCISED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
         | {"handles.form", "unpacked.own-export"},
     ),
     "one worker differs from none": (witnessed({}, {}), {"workers.same-bytes"}),
+    "updates were answered at once": (
+        [HEADER | {"hold_seconds": 0.0}, *witnessed({}, {})[1:]],
+        {"loan.until-reply"},
+    ),
+    "a sync that the next trainer finished": (
+        [HEADER, init_line(), START_LINE, START_LINE | {"status": 500, "error": "no"}, FINISH_LINE],
+        {"sync.finished"},
+    ),
     "no list is too short": (witnessed({}, {}), {"rank-local.counted"}),
     "a packed loan ends with its reply": (
         [
@@ -1482,6 +1491,15 @@ NOT_EXERCISED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
 def test_what_could_not_be_broken_is_not_held(name):
     lines, rules = NOT_EXERCISED[name]
     assert exercised(lines).isdisjoint(rules)
+
+
+def test_without_a_model_no_name_could_be_wrong(inside):
+    for options, fits in [((), set()), (("--model", "trainer:ByteLM"), {"weights.fit"})]:
+        one = inside(*options)
+        client = trainer.HTTPWeightSyncClient(one.url)
+        client.init_weight_transfer_engine({"packed": False})
+        trainer.send_weights(client, trainer.ByteLM().state_dict(), device="cpu:0")
+        assert exercised(read(one.path)) & {"weights.fit"} == fits
 
 
 FINDING = re.compile(
@@ -1599,6 +1617,12 @@ def test_an_empty_file_name_is_no_clean_verdict():
     assert run("protocol.py", "").returncode == 2
 
 
+def test_a_verdict_on_updates_that_were_answered_at_once_says_what_does_not_show(tmp_path):
+    for seconds, says in [(0.0, True), (0.1, False)]:
+        said, code = said_of([HEADER | {"hold_seconds": seconds}, *witnessed({}, {})[1:]], tmp_path)
+        assert code == 0 and any("--hold-seconds 0.1" in line for line in said) == says
+
+
 # --- The judge's processes ----------------------------------------------------------------------------
 
 CALLER = """
@@ -1623,6 +1647,23 @@ post("start_weight_update")
 post("update_weights", {{"update_info": EMPTY}})
 post("finish_weight_update")
 """
+OVERWRITES = f"""
+import sys, threading
+import torch
+sys.path.insert(0, {str(ROOT)!r})
+import trainer
+
+client, weights = trainer.HTTPWeightSyncClient(sys.argv[1]), {{"a": torch.ones(4096)}}
+real = client.update_weights
+
+def update(info):  # does not wait for the answer
+    threading.Timer(0.05, weights["a"].zero_).start()
+    real(info)
+
+client.update_weights = update
+client.init_weight_transfer_engine({{"packed": False}})
+trainer.send_weights(client, weights, device="cpu:0")
+"""
 JUDGED: dict[str, tuple[list[str], str, int]] = {
     "clean": ([], "{python} trainer.py {url} --checkpoint {folder}/weights.pt --device cpu", 0),
     "clean, packed, strict": (
@@ -1632,6 +1673,7 @@ JUDGED: dict[str, tuple[list[str], str, int]] = {
     "starts twice": ([], "{python} {folder}/starts_twice.py {url}", 1),
     "never inits": ([], "{python} {folder}/never_inits.py {url}", 0),
     "never inits, strict": (["--strict"], "{python} {folder}/never_inits.py {url}", 1),
+    "overwrites": ([], "{python} {folder}/overwrites.py {url}", 1),
     "nothing": ([], "true", 2),
     "no such command": ([], "/no/such/command {url}", 2),
     "an open quote": ([], "'", 2),
@@ -1645,6 +1687,7 @@ def judged_runs(request: Any, tmp_path_factory: Any) -> Iterator[dict[str, Futur
     torch.save({"a": torch.ones(4), "b": torch.zeros(2, 3)}, folder / "weights.pt")
     (folder / "starts_twice.py").write_text(STARTS_TWICE)
     (folder / "never_inits.py").write_text(NEVER_INITS)
+    (folder / "overwrites.py").write_text(OVERWRITES)
 
     def judge(name: str) -> subprocess.CompletedProcess[str]:
         options, command, _code = JUDGED[name]
@@ -1673,6 +1716,7 @@ def test_the_exit_code_of_the_judge(judged_runs, name):
 SENTENCES = {
     "starts twice": "trainer broke start.one-at-a-time",
     "clean, packed, strict": "nothing found",
+    "overwrites": "trainer broke loan.until-reply",
     "nothing": "it has no exchange",
 }
 
@@ -1685,11 +1729,16 @@ def test_the_judge_says_what_it_found(judged_runs, name):
     assert SENTENCES[name] in sentence
 
 
+@pytest.mark.parametrize("name", ["clean, packed, strict"])
+def test_the_judge_holds_updates_unless_told_otherwise(judged_runs, name):
+    assert re.search(r" +held +MUST +loan\.until-reply\n", judged_runs[name].result().stdout)
+
+
 if __name__ == "__main__":
     import os
 
     os.environ[protocol.GATE] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        witness = Inside(Path(folder) / "clean.jsonl")
+        witness = Inside(Path(folder) / "clean.jsonl", "--hold-seconds", HELD)
         clean_syncs(witness.url)
         CLEAN.write_text(witness.path.read_text())
