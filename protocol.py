@@ -1106,6 +1106,7 @@ WITNESS_RULES["finish_weight_update"].append(RULES["export.fresh"])  # from outs
 # --- The judge --------------------------------------------------------------------------------------
 
 TRANSCRIPT = {"transcript": "weight-sync", "version": 1}  # the first line has these, and `uuids`
+MOST_ALIKE = 3  # findings that are written out, of one party about one rule
 NO_ANSWER = (502, 503, 504)  # of what stands before the server, or before its engine: the call may be done
 
 
@@ -1316,8 +1317,8 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
     if not findings and not any(line.get("call") == "update_weights" for line in lines):
         out(f"{path}: no update in it: nothing was exercised, nothing can be judged")
         return 2
-    for finding in findings:
-        out(str(finding))
+    for text in _folded(findings):
+        out(text)
     if unseen := next(filter(None, map(_uncounted, lines)), ""):
         out(f"  reference counters are not observable: {unseen}")
     if lines[0].get("hold_seconds") == 0:
@@ -1327,8 +1328,22 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"
         out(f"  {state:<14} {rule.level:<6} {rule.id}")
     counted = [f for f in findings if strict or f.rule.level == MUST]
-    out(_sentence(findings, counted, len(lines) - 1))
+    out(f"{path}: {_sentence(findings, counted, len(lines) - 1)}")
     return 1 if counted else 0
+
+
+def _folded(findings: list[Finding]) -> Iterator[str]:
+    """A line a finding; of those that are alike the first, and how many there are besides."""
+    alike: Counter[Finding] = Counter()
+    for finding in findings:
+        kind = finding._replace(at=0, seen="", status=0)
+        alike[kind] += 1
+        if alike[kind] <= MOST_ALIKE:
+            yield str(finding)
+    for kind, count in alike.items():
+        if count > MOST_ALIKE:
+            more = f"{kind.rule.id}: {count - MOST_ALIKE} times more"
+            yield f"{'':>5} {kind.call:<28} {kind.party:<8} {kind.rule.level:<6} {more}"
 
 
 def _uncounted(line: Mapping[str, Any]) -> str:
@@ -1353,10 +1368,11 @@ def _sentence(findings: list[Finding], counted: list[Finding], exchanges: int) -
     passes = "vLLM lets it pass" if first.rule.refused_by_vllm == "never" else "vLLM refuses it"
     grade = "" if counted else f" (SHOULD: {passes}, and it does not count without --strict)"
     what = f"in {first.call} the {first.party} broke {first.rule.id}: {first.rule.text}{grade}"
+    what += f"; seen: {first.seen[:200]}"
     if first.party == "unclear":
         what = f"{first.call} was refused, and no rule says why, but the answer does: {first.seen[:200]}"
     number = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
-    return f"{exchanges} exchanges, {number}. Look first at line {first.at} of the file: {what}."
+    return f"{exchanges} exchanges, {number}. Look first at line {first.at}: {what}."
 
 
 # --- Planning and merging ---------------------------------------------------------------------------

@@ -174,7 +174,8 @@ class Worker:
             raise Misfit(f"the model has no parameter {name!r}{hint}")
         if held is not None and (dtype, shape) != (ipc_codec.dtype_name(held.dtype), list(held.shape)):
             holds = f"{ipc_codec.dtype_name(held.dtype)} {list(held.shape)}"
-            raise Misfit(f"{name}: the server holds {holds}, the update brings {dtype} {shape}")
+            since = " from an earlier sync (a new server has no weights)" if self.takes_any_name else ""
+            raise Misfit(f"{name}: the server holds {holds}{since}, the update brings {dtype} {shape}")
 
     def open(self, update: UpdateInfo, opening: Opening) -> list[Tensor]:
         """Station 9: the trainer's tensors, in the order of `names`, as integers. They are its memory.
@@ -338,7 +339,8 @@ class WeightTransferEngine:
             side = "misses" if odd[0] in wanted else "has besides"
             return (
                 f"the weights are not {self.model_name}'s: the table {side} {odd[0]} and {len(odd) - 1} "
-                "more; start the server with --model MODULE:CALLABLE to sample from another model"
+                "more; start the server with --model MODULE:CALLABLE to sample from another model, or anew "
+                "to be rid of what earlier syncs brought"
             )
         for name, weight in worker.weights.items():
             if weight.shape != wanted[name].shape or weight.dtype != wanted[name].dtype:
@@ -505,6 +507,7 @@ class WeightTransferEngine:
             for refusal in worker.session.broken_rules(call, message):
                 if self.strict or refusal.rule.level == protocol.MUST:
                     raise refusal
+                log.warning("let in against a SHOULD: %.1000s", refusal)
 
     def _release(self) -> None:
         for worker in self.workers:
@@ -1985,6 +1988,8 @@ def main() -> int:
         return 1 if options.judge is None else 2  # 1 would be a finding
     if warning := open_to_others(options.host):
         print(f"server.py: {warning}", file=sys.stderr)
+    if options.forward is None and not _gate_is_open():
+        print(f"server.py: warning: {GATE} is not 1, so that every update is refused", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.freeze()  # what is here now stays: a collection need not look at it during a sync
     url = f"http://{options.host}:{server.server_port}"

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import http.client
+import inspect
 import itertools
 import json
 import os
@@ -39,7 +40,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 import ipc_codec
-from protocol import GATE, MUST, RULES, SAID, SHOULD, UPDATING, Session, UpdateInfo
+from protocol import GATE, MUST, RULES, SAID, SHOULD, UPDATING, Session, UpdateInfo, merge_handles
 
 ROOT = Path(ipc_codec.__file__).resolve().parent
 JSON = "application/json"
@@ -1788,7 +1789,11 @@ class Peer(Client):
         """A new connection where the old one may be closed: vLLM does so after a 500, and after 5 s."""
         if time.monotonic() - self.answered_at > 3:
             self.http.close()
-        reply = super().send(*request, **more)
+        try:
+            reply = super().send(*request, **more)
+        except requests.RequestException as exc:
+            method, path, *body = request
+            pytest.fail(f"{method} {path} has no answer: {exc}; the body: {body[:1]!r:.200}", pytrace=False)
         self.answered_at = time.monotonic() if reply.status_code < 500 else 0
         return reply
 
@@ -1943,7 +1948,7 @@ class Peer(Client):
 
     def usable(self):
         """Whether a sync can be started, after a case that left things as they were."""
-        with contextlib.suppress(requests.RequestException):
+        with contextlib.suppress(pytest.fail.Exception):
             self.calm()
             return accepted(self.post(START)) and accepted(self.finish())
         return False
@@ -2227,6 +2232,43 @@ def _(peer):
     assert set(peer.counters()) == {0}, f"counters after the finish: {peer.counters()}"
 
 
+@in_both_modes("loan.renewed", "release.finish-{}", "loan.kept-{}")
+def _(peer, packed):
+    """A loan that is renewed, its counters 1 again, is read again: the same body, and other bytes."""
+    other, at = peer.other(), peer.at
+    info, exports, write = renewable(peer, peer.of[other], packed)
+    for label in (other, at):
+        renewed = label == other or all(lent.renew() for lent in exports)
+        assert renewed, "the counters are not 0 after the finish"
+        write(peer.of[label])
+        peer.open(packed)
+        peer.complete(label, info=info)
+    assert set(peer.counters()) <= {0}, f"counters after it was lent twice: {peer.counters()[:9]}"
+
+
+def renewable(peer, weights, packed):
+    """An update of these, its exports, and what writes other values where these are."""
+    if packed:
+        buffers, handles = peer.buffers(nbytes(weights))
+        info = peer.packed(weights, buffers, handles)
+        return info, [buffer.exports for buffer in buffers], lambda new: refill(buffers, list(new.values()))
+    lent = [
+        {n: on_gpu(w, d) if d.startswith("cuda") else w.clone() for n, w in weights.items()}
+        for d in peer.devices
+    ]
+    exports = [ipc_codec.Exports() for _ in lent]
+    handles = merge_handles([own.lend(*pair) for own, *pair in zip(exports, lent, peer.devices, strict=True)])
+    info = peer.described(weights) | {"ipc_handles_pickled": list(map(peer.lending, handles))}
+
+    def write(new):
+        for name, weight in new.items():
+            for there in lent:
+                ipc_codec.words_of(there[name]).copy_(ipc_codec.words_of(weight))
+        torch.cuda.synchronize() if torch.cuda.is_initialized() else None
+
+    return info, exports, write
+
+
 @in_both_modes("release.refused", "refusal.any", "release.finish-{}")
 def _(peer, packed):
     """An export of a refused update is released once, or not at all: never twice."""
@@ -2403,14 +2445,14 @@ def must_refuse(rule, packed):
 
 
 def breaks(peer, rule, info, packed):
-    """Whether an update breaks the rule, as a receiver would see it."""
+    """What of an update breaks the rule, as a receiver would see it; empty where nothing does."""
     handles = info.get("ipc_handles_pickled")
     shown = {"undecodable": "no pickle"} if isinstance(handles, str) else ipc_codec.describe_handles(handles)
     text = handles if isinstance(handles, str) else handles and "text"
     update = replace(UpdateInfo.from_json(info), handles=shown, ipc_handles_pickled=text)
     uuid = ipc_codec.gpu_uuid(peer.devices[0])
     session = Session(uuid=uuid, state=UPDATING, packed=packed, initialized=True)
-    return not rule.holds(update, session)
+    return rule.violation(update, session)
 
 
 def probe(peer, packed, rule, change):
@@ -2425,7 +2467,7 @@ def probe(peer, packed, rule, change):
     peer.open(packed)
     buffers, handles = peer.buffers(nbytes(weights)) if packed else ([], None)
     info = change(peer.packed(weights, buffers, handles) if packed else peer.unpacked(weights))
-    if not breaks(peer, rule, info, packed):
+    if not (seen := breaks(peer, rule, info, packed)):
         assert URL, "our own server takes any names, and what is sent here breaks every rule"
         unobservable("no tensor of this model breaks it")
     if packed and rule.level == SHOULD:  # taken, it is what it says: the bytes in the order of the names
@@ -2433,17 +2475,17 @@ def probe(peer, packed, rule, change):
     reply = peer.update(info)
     taken = accepted(reply) and accepted(peer.finish())
     peer.note("answer", str(reply.status_code))
-    seen = len(weights) == len(peer.of[other]) and (peer.names_are_ours or other in peer.known)
-    wrong = peer.wrong(other) if taken and rule.level == SHOULD and seen and peer.has_checksums else ""
+    shows = len(weights) == len(peer.of[other]) and (peer.names_are_ours or other in peer.known)
+    wrong = peer.wrong(other) if taken and rule.level == SHOULD and shows and peer.has_checksums else ""
     good_one = at if taken else other
     peer.recover(good_one, attempts=2 if rule.id in WRONG_SHAPES else 1)
     assert not wrong, f"answered 200, and {wrong}"
-    judge(peer, rule, reply, packed)
+    judge(peer, rule, seen, reply, packed)
     peer.arrived(good_one)
 
 
-def judge(peer, rule, reply, packed):
-    told = f"what breaks {rule.id} ({rule.text}) is answered with {reply.status_code}"
+def judge(peer, rule, seen, reply, packed):
+    told = f"what breaks {rule.id} ({rule.text}) is answered with {reply.status_code}; sent: {seen}"
     if accepted(reply) and must_refuse(rule, packed):
         pytest.fail(told)
     peer.should(not accepted(reply) or rule.level == SHOULD, told + "; a refusal is right")
@@ -2452,10 +2494,11 @@ def judge(peer, rule, reply, packed):
 def probe_init(peer, packed, rule, change):
     """The rule's counter-example as init, judged as an update is; a good sync goes through after it."""
     other = peer.other()
-    reply = peer.post(INIT, {"init_info": change({"packed": packed})})
+    info = change({"packed": packed})
+    reply = peer.post(INIT, {"init_info": info})
     peer.note("answer", str(reply.status_code))
     peer.recover(other)
-    judge(peer, rule, reply, packed)
+    judge(peer, rule, info, reply, packed)
     peer.arrived(other)
 
 
@@ -2762,6 +2805,7 @@ def peer(visited, case, request, record_property):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_server(peer, case):
     """Every promise of a server, at WEIGHT_SYNC_URL or our own."""
+    print(inspect.getdoc(getattr(case.run, "func", case.run)))  # shown where it fails
     try:
         case.run(peer)
     except pytest.skip.Exception:

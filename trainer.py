@@ -249,6 +249,8 @@ class HTTPWeightSyncClient:
     """
 
     def __init__(self, url: str, timeout: float = TIMEOUT):
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise ValueError(f"{url!r} is no URL such as {URL}")
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._http = requests.Session()
@@ -615,7 +617,8 @@ def send_weights(
     others raise RankError.
     """
     began = time.monotonic()
-    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, exports, rank_local)
+    _check_version(weight_version)
+    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, Exports, exports, rank_local)
     updates = Updates(client, rank_local, parts[0])
     told = read = False
     try:
@@ -663,7 +666,8 @@ def send_weights_packed(
     The rest, and what it raises, as for `send_weights`.
     """
     began = time.monotonic()
-    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, buffer, rank_local)
+    _check_version(weight_version)
+    ranks, parts = Ranks(group, client.timeout), _parts(weights, device, PackedBuffer, buffer, rank_local)
     updates, room = Updates(client, rank_local, parts[0]), packed_buffer_size_bytes
     told, read = False, 0
 
@@ -761,6 +765,8 @@ class Part:
             return self.plan
         sharded = [name for name, weight in self.weights.items() if _is_sharded(weight)]
         for name, weight in self.weights.items():
+            if not isinstance(name, str):
+                raise HandleError(f"{name!r} is the name of a weight, and no str")
             _named(name, ipc_codec.dense, _local(weight))
         if room:
             sizes = {name: weight.nbytes for name, weight in self.weights.items()}
@@ -885,7 +891,13 @@ def _look(weights: Collection[Tensor]) -> list[list[Any]]:
     return [list(map(how, plain)) for how in _HOW] + what
 
 
-def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]:
+def _check_version(weight_version: Any) -> None:
+    """The server would refuse it with the finish only, when all is sent and the update stays open."""
+    if weight_version is not None and not isinstance(weight_version, str):
+        raise ValueError(f"weight_version is a str, such as 'step 7', and not {weight_version!r}")
+
+
+def _parts(weights: Any, device: Any, kind: type, kept: Any, rank_local: bool) -> list[Part]:
     """A part for each mapping of weights, with its device, and its buffer or exports where they are kept."""
     if isinstance(weights, Mapping):
         weights, device, kept = [weights], [device], [kept]
@@ -900,6 +912,8 @@ def _parts(weights: Any, device: Any, kept: Any, rank_local: bool) -> list[Part]
         raise ValueError(
             f"of {len(weights)} mappings of weights each has a device, and a buffer or exports, of its own"
         )
+    if strange := [type(one).__name__ for one in each_kept if one is not None and type(one) is not kind]:
+        raise ValueError(f"a {kind.__name__} is kept from sync to sync here, and not a {strange[0]}")
     if len({id(one) for one in each_kept if one}) < sum(map(bool, each_kept)):
         raise ValueError("two mappings of weights have one buffer, or one Exports; each has its own")
     if rank_local:  # of what comes first the chunks are alike, and so is the order of gathering
@@ -1369,9 +1383,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.url and options.spawn_server:
         parser.error("a URL and --spawn-server: which server is meant?")
-    if options.url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", options.url):
-        parser.error(f"{options.url!r} is no URL such as {URL}")
     try:
+        HTTPWeightSyncClient(options.url or URL)
         my_device(options.device)
     except ValueError as exc:
         parser.error(str(exc))

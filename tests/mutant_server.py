@@ -109,6 +109,58 @@ mutant("keeps a view of the buffer", "loan.kept-packed")(functools.partial(keep,
 mutant("keeps a view of each tensor", "loan.kept-unpacked")(functools.partial(keep, "unpacked"))
 
 
+RENEWED = ("loan.renewed-packed", "loan.renewed-unpacked")
+
+
+def at_a_body_that_came_before(wrong: Callable[..., Any]) -> Callable[[], None]:
+    """A fault: `wrong(update_weights, engine, update_info)`, where a body comes for the second time."""
+
+    def fault() -> None:
+        bodies: list[Any] = []
+
+        @patch(WeightTransferEngine, "update_weights")
+        def _(update: Any, engine: Any, info: Any, body: bytes = b"") -> Any:
+            if info in bodies:
+                return wrong(update, engine, info)
+            said = update(engine, info, body)
+            bodies.extend([info] * (isinstance(info, dict) and info["names"] != []))
+            return said
+
+    return fault
+
+
+@mutant("takes the same body for the same bytes", *RENEWED)
+@at_a_body_that_came_before
+def _(update: Any, engine: Any, info: Any) -> Any:
+    kept = [{name: weight.clone() for name, weight in worker.weights.items()} for worker in engine.workers]
+    said = update(engine, info)
+    for worker, weights in zip(engine.workers, kept, strict=True):
+        for name, weight in weights.items():
+            worker.weights[name].copy_(weight)
+    return said
+
+
+@mutant("answers the same body unread", *RENEWED)
+@at_a_body_that_came_before
+def _(update: Any, engine: Any, info: Any) -> Any:
+    return ""
+
+
+@mutant("refuses the same body", *RENEWED)
+@at_a_body_that_came_before
+def _(update: Any, engine: Any, info: Any) -> Any:
+    raise ValueError("this was here before")
+
+
+@mutant("releases what is renewed twice", *RENEWED)
+@at_a_body_that_came_before
+def _(update: Any, engine: Any, info: Any) -> Any:
+    handles = ipc_codec.decode_handles(info["ipc_handles_pickled"])
+    for handle in handles if isinstance(handles, list) else [handles]:
+        ipc_codec._count(list(filter(None, ipc_codec._counters(handle.values()))), -1)
+    return update(engine, info)
+
+
 @mutant("opens the mapping per chunk", "release.once")
 def opens_the_mapping_per_chunk() -> None:
     @patch(PackedBufferImporter, "open_export")

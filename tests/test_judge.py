@@ -1617,6 +1617,15 @@ def test_an_empty_file_name_is_no_clean_verdict():
     assert run("protocol.py", "").returncode == 2
 
 
+def test_findings_that_are_alike_are_counted_after_the_third(tmp_path):
+    twice = [init_line(), START_LINE, START_LINE | {"status": 500, "error": "no"}, FINISH_LINE]
+    for syncs, shown, more in [(3, 3, []), (8, 3, ["5 times more"])]:
+        said, code = said_of([HEADER, *twice * syncs], tmp_path)
+        refused = [text for text in said if "start.one-at-a-time: " in text][:-1]
+        assert code == 1 and len(list(filter(FINDING.fullmatch, refused))) == shown
+        assert [text.rpartition(": ")[2] for text in refused[shown:]] == more
+
+
 def test_a_verdict_on_updates_that_were_answered_at_once_says_what_does_not_show(tmp_path):
     for seconds, says in [(0.0, True), (0.1, False)]:
         said, code = said_of([HEADER | {"hold_seconds": seconds}, *witnessed({}, {})[1:]], tmp_path)
