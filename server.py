@@ -769,7 +769,7 @@ class App:
     def sync_call(self, call: str, request: Request) -> Reply:
         reads_body = call in ("init_weight_transfer_engine", "update_weights", "finish_weight_update")
         known = self.engine.known_body(request.body) if call == "update_weights" else None
-        given = protocol.read_envelope(call, request.json(False, known) if reads_body else None)
+        given = protocol.read_envelope(call, request.json(known) if reads_body else None)
         words = [given] if reads_body else []
         if call == "update_weights" and list(request.parsed) == ["update_info"]:
             words.append(request.body)
@@ -1068,7 +1068,7 @@ class Request:
         self.parsed: Any = None  # for the transcript
         self.said = ""  # for the log line
 
-    def json(self, required: bool = True, known: Any = None) -> Any:
+    def json(self, known: Any = None) -> Any:
         """The body's JSON; None where there is no body. Raises BadRequest, or UnicodeDecodeError.
 
         `known`: what the same body was parsed to before.
@@ -1669,7 +1669,7 @@ class Observer:
     def _hear(self, said: Said) -> dict[str, Any]:
         request = Request(said.content_type, said.body, {})
         with contextlib.suppress(BadRequest, UnicodeDecodeError):
-            request.json(required=False)
+            request.json()
         handles, seen = None, {}
         if said.call == "update_weights":
             handles, updates = self._decode(request.parsed)
