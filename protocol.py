@@ -956,19 +956,12 @@ def _(update: UpdateInfo, session: Session) -> str:
 @rule("packed.chunk-full", SHOULD, "never", "one call per tensor is very slow (vllm #24163)")
 def _(update: UpdateInfo, session: Session) -> str:
     """a chunk is closed only before a tensor that would overflow it, not with half the buffer free"""
-    sizes = [args[TENSOR_SIZE] for _at, _label, _uuid, args in update.args]
-    if (
-        session.filled is None
-        or update.rank_local
-        or not update.sizes
-        or not sizes
-        or not _is_sizes(sizes[0])
-        or len(sizes[0]) != 1
-    ):
+    buffer: Any = next((args[TENSOR_SIZE] for _at, _label, _uuid, args in update.args), None)
+    if session.filled is None or update.rank_local or not update.sizes:
         return ""
-    closed_early = session.filled + update.sizes[0] <= sizes[0][0] // 2
-    seen = f"{session.filled} bytes in a buffer of {sizes[0][0]}, then {update.names[0]} of {update.sizes[0]}"
-    return seen if closed_early else ""
+    if not _is_sizes(buffer) or len(buffer) != 1 or session.filled + update.sizes[0] > buffer[0] // 2:
+        return ""
+    return f"{session.filled} bytes in a buffer of {buffer[0]}, then {update.names[0]} of {update.sizes[0]}"
 
 
 @rule(
