@@ -1965,10 +1965,6 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
-def _where(options: argparse.Namespace) -> str:
-    return f"cannot start on {options.host}:{options.port}: "
-
-
 def main() -> int:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -1983,7 +1979,9 @@ def main() -> int:
     except (ValueError, OSError, OverflowError) as exc:
         with contextlib.suppress(OSError):
             os.unlink(made)
-        where = "" if isinstance(exc, ValueError) or getattr(exc, "filename", None) else _where(options)
+        where = f"cannot start on {options.host}:{options.port}: "
+        if isinstance(exc, ValueError) or getattr(exc, "filename", None):
+            where = ""
         print(f"server.py: {where}{exc}", file=sys.stderr)
         return 1 if options.judge is None else 2  # 1 would be a finding
     if warning := open_to_others(options.host):
