@@ -1691,8 +1691,8 @@ class Observer:
         except (BadRequest, protocol.Refused):
             return None, []  # the judge says what is wrong with it
         texts = [e.ipc_handles_pickled for e in entries]
-        known = {text: _decoded(text) for text in texts if isinstance(text, str)}
-        described = {text: ipc_codec.describe_handles(found) for text, found in known.items()}
+        once = {text for text in texts if isinstance(text, str)}
+        described = {text: ipc_codec.describe_handles(_decoded(text)) for text in once}
         each = [described[text] if isinstance(text, str) else None for text in texts]
         updates = [replace(entry, handles=found) for entry, found in zip(entries, each, strict=True)]
         return each if isinstance(given, list) else each[0], updates
