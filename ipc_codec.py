@@ -268,13 +268,6 @@ def export_handle(tensor: torch.Tensor, device: torch.device | str | None = None
     return _export(dense(tensor), device, {})
 
 
-def export_handles(
-    tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
-) -> list[Handle]:
-    """The same of many, by name: all or none. What a failure leaves behind is settled."""
-    return Exports().lend(tensors, device)
-
-
 class Exports:
     """Handles that are lent in one sync after another: made once, and renewed.
 
@@ -294,7 +287,7 @@ class Exports:
     def lend(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
     ) -> list[Handle]:
-        """`export_handles`, kept to be renewed. What was kept before is forgotten."""
+        """`export_handle` of each, or of none: a failure settles. What was kept before is forgotten."""
         self.forget()
         self.handles = _export_all(tensors, device, self._aliases)
         lent = itertools.chain.from_iterable(map(dict.values, self.handles))

@@ -248,7 +248,7 @@ def test_an_error_that_the_device_does_not_repeat_is_no_loss():
 
 
 def update_of(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    handles = ipc_codec.export_handles(weights, "cpu:0")
+    handles = ipc_codec.Exports().lend(weights, "cpu:0")
     return {
         "names": list(weights),
         "dtype_names": [ipc_codec.dtype_name(weight.dtype) for weight in weights.values()],
@@ -429,9 +429,9 @@ class Target:
             if packed:
                 buffer = torch.cat([w.reshape(-1).view(torch.uint8) for w in self.weights.values()])
                 info["tensor_sizes"] = [weight.nbytes for weight in self.weights.values()]
-                [handles] = merge_handles([ipc_codec.export_handles({"": buffer}, d) for d in devices])
+                [handles] = merge_handles([ipc_codec.Exports().lend({"": buffer}, d) for d in devices])
             else:
-                handles = merge_handles([ipc_codec.export_handles(self.weights, d) for d in devices])
+                handles = merge_handles([ipc_codec.Exports().lend(self.weights, d) for d in devices])
             self.exports[packed] = info | {"handles": handles}
         return self.exports[packed]
 

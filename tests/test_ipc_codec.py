@@ -1357,7 +1357,7 @@ def test_what_can_be_lent_again_keeps_its_memory_until_it_is_forgotten_or_droppe
 
 
 def test_a_slot_that_can_be_lent_again_is_nobody_elses(monkeypatch):
-    [used] = ipc_codec.export_handles({"a": torch.ones(1)})  # there is a file with slots
+    [used] = ipc_codec.Exports().lend({"a": torch.ones(1)})  # there is a file with slots
     ipc_codec.settle(*used.values())
     two = collections.deque(ipc_codec._free_slots.popleft() for _ in range(2))
     monkeypatch.setattr(ipc_codec, "_free_slots", two)
