@@ -589,9 +589,8 @@ class Witness:
                 loans = zip(update.names, exports, weights, [count == 1 for count in before], strict=True)
                 self.loans[at] += [Loan(*loan) for loan in loans]
             else:
-                buffer = worker.buffer.open(
-                    update.handles
-                )  # the slices themselves: an unaligned one was copied
+                # The slices themselves: an unaligned one was copied.
+                buffer = worker.buffer.open(update.handles)
                 weights = list(buffer[: sum(update.sizes)].split(update.sizes)) if update.sizes else []
                 self._lend_buffer(self.loans[at], exports[0], before[0] == 1)
             self.chunk.append(weights)
@@ -1051,9 +1050,8 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> t
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        scaled = (
-            logits - logits.max(-1, keepdim=True).values
-        ).double() / temperature  # at most 0: no overflow
+        below = logits - logits.max(-1, keepdim=True).values  # at most 0: no overflow
+        scaled = below.double() / temperature
         tokens = torch.multinomial(scaled.softmax(-1), 1, generator=generator)[:, 0]
     return tokens.tolist(), logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
 

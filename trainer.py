@@ -256,9 +256,8 @@ class HTTPWeightSyncClient:
         self._http = requests.Session()
         self._http.headers.clear()  # which the server would parse, and nobody reads
         self._http.trust_env = False  # a proxy has no business between two processes of one host
-        self._prepared: dict[
-            tuple[str, str], requests.PreparedRequest
-        ] = {}  # to prepare takes longer than to send
+        # To prepare takes longer than to send.
+        self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}
         self._answered_at = 0.0
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
