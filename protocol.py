@@ -119,9 +119,6 @@ class InitInfo:
     def from_json(cls, info: Mapping[str, Any]) -> InitInfo:
         return cls(info.get("packed", False), tuple(key for key in info if key != "packed"))
 
-    def to_json(self) -> dict[str, Any]:
-        return {"packed": self.packed}
-
 
 @dataclass(frozen=True)
 class UpdateInfo:
