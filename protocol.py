@@ -216,11 +216,10 @@ class UpdateInfo:
     @cached_property
     def slots(self) -> list[tuple[str, Slot]]:
         """(whose handle, the slot of its reference counter): of two alike the export is one."""
-        named = [(label, (uuid, args[COUNTER], args[SLOT])) for _at, label, uuid, args in self.args]
         return [
-            (label, slot)
-            for label, slot in named
-            if isinstance(slot[1], (str, bytes)) and type(slot[2]) is int
+            (label, (uuid, args[COUNTER], args[SLOT]))
+            for _at, label, uuid, args in self.args
+            if isinstance(args[COUNTER], (str, bytes)) and type(args[SLOT]) is int
         ]
 
     @cached_property
