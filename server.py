@@ -354,12 +354,11 @@ class WeightTransferEngine:
             self._judge("init_weight_transfer_engine", messages)
         return f"packed {bool(info.packed)}, "
 
-    def start_weight_update(self) -> str:
+    def start_weight_update(self) -> None:
         with self._session("start_weight_update"):
             if self.witness:
                 self.witness.started()
             self._judge("start_weight_update", [None] * len(self.workers))
-        return ""
 
     def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any], body: bytes = b"") -> str:
         """One chunk. Returns when every device has read it; raises with no weight changed.
@@ -448,7 +447,7 @@ class WeightTransferEngine:
         except (RuntimeError, MemoryError) as exc:
             raise ValueError(f"the device could not take the update: {exc}") from exc
 
-    def finish_weight_update(self, weight_version: str | None = None) -> str:
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Ends the session: mappings are released, and the version is set if one is given."""
         with self._session("finish_weight_update"):
             if self.witness:
@@ -461,14 +460,12 @@ class WeightTransferEngine:
             self.learned, self.learning = self.learning, Learned()
             if weight_version is not None:
                 self.weight_version = weight_version
-        return ""
 
-    def shutdown_weight_transfer_engine(self) -> str:
+    def shutdown_weight_transfer_engine(self) -> None:
         with self._session("shutdown_weight_transfer_engine"):
             self._release()
-        return ""
 
-    def start_draft_weight_update(self) -> str:
+    def start_draft_weight_update(self) -> None:
         """There is no draft model here; SEQUENCE refuses it in every state."""
         with self._session("start_draft_weight_update"):
             raise AssertionError("SEQUENCE let a draft update in")
@@ -772,7 +769,7 @@ class App:
         words = [given] if reads_body else []
         if call == "update_weights" and list(request.parsed) == ["update_info"]:
             words.append(request.body)
-        request.said = getattr(self.engine, call)(*words)
+        request.said = getattr(self.engine, call)(*words) or ""
         return Reply(200, {"message": protocol.SAID[call]})
 
     def pause(self, call: str, request: Request) -> Reply:
