@@ -1274,10 +1274,10 @@ def _is_time(value: Any) -> TypeGuard[float]:
 def _shown(entries: list[UpdateInfo], given: Any, line: Mapping[str, Any]) -> list[UpdateInfo]:
     """The updates with the described handles that the transcript has beside them."""
     handles = line.get("handles")
-    each = handles if isinstance(given, list) and isinstance(handles, list) else [handles] * len(entries)
-    return [
-        replace(entry, handles=h) for entry, h in itertools.zip_longest(entries, each) if entry is not None
-    ]
+    if isinstance(given, Mapping):
+        return [replace(entries[0], handles=handles)] * len(entries)
+    each = handles if isinstance(handles, list) else [handles] * len(entries)
+    return [replace(entry, handles=h) for entry, h in itertools.zip_longest(entries, each[: len(entries)])]
 
 
 def _evidence(worker: int, message: Any, line: Mapping[str, Any], others: list[Any]) -> Evidence:
