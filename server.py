@@ -1895,10 +1895,15 @@ def make_server(options: argparse.Namespace) -> Server:
     engine.hold_seconds = options.hold_seconds
     if engine.hold_seconds is None:
         engine.hold_seconds = 0.0 if options.judge is None else HOLD_SECONDS
-    if options.transcript:
-        engine.witness = Witness(options.transcript, engine.workers, engine.hold_seconds)
     app = App(engine, options.data_parallel_size, options.max_body_bytes)
-    return Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
+    server = Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
+    if options.transcript:  # not before: the server that has the address may be writing the same file
+        try:
+            engine.witness = Witness(options.transcript, engine.workers, engine.hold_seconds)
+        except OSError:
+            server.server_close()
+            raise
+    return server
 
 
 def make_forwarder(options: argparse.Namespace) -> Server:
