@@ -1515,7 +1515,9 @@ class Relay(Connection):
         poll.register(sock, select.POLLIN)
         poll.register(self.connection, select.POLLRDHUP)
         ready = dict(poll.poll(UPSTREAM_SECONDS * 1000))
-        if ready and sock.fileno() not in ready:
+        if not ready:
+            raise TimeoutError
+        if sock.fileno() not in ready:
             raise ConnectionAbortedError("the client hung up first")
 
     def _connected(self) -> socket.socket:
