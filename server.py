@@ -1817,7 +1817,7 @@ def parse_devices(text: str) -> list[torch.device]:
         text = "cuda" if torch.cuda.is_available() else "cpu"
     devices = []
     for entry in text.split(","):
-        if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", entry):
+        if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", entry):
             raise ValueError(
                 f"--device has {entry!r}; auto, cpu, cuda, or a list such as cuda:0,cuda:1 is meant"
             )

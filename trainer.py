@@ -1332,7 +1332,7 @@ def my_device(choice: str) -> torch.device:
     A rank that sees fewer GPUs than there are ranks (CUDA_VISIBLE_DEVICES) counts on from the first.
     """
     choice = ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
-    device = torch.device(choice) if re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", choice) else None
+    device = torch.device(choice) if re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", choice) else None
     if device is None:
         raise ValueError(f"--device {choice!r} is none of auto, cpu, cuda, cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
