@@ -822,7 +822,7 @@ LAYOUT: Checks = {
     "tensor_cls": (lambda v: _global_name(v) in TENSOR_CLASSES, "torch.Tensor: detach, send no subclass"),
     "tensor_size": (_is_shape, "a tuple of at most 64 ints, none negative"),
     "tensor_stride": (_is_shape, "a tuple of at most 64 ints, none negative"),
-    "tensor_offset": (_is_index, "an int, not negative"),
+    "tensor_offset": (lambda v: _is_index(v) and v < 2**62, "an int, not negative, below 2**62"),
     "storage_cls": (lambda v: _global_name(v) in STORAGE_CLASSES, "torch.storage.TypedStorage"),
     "dtype": (_is_dtype, "a torch dtype that a sync can carry"),
     "storage_device": (_is_index, "an int, not negative"),

@@ -898,8 +898,8 @@ def _(update: UpdateInfo, session: Session) -> str:
     said, sizes = update.tensor_sizes, update.sizes
     if said == sizes or not _is_sizes(said) or len(said) != len(sizes):
         return ""
-    at = next(at for at, size in enumerate(sizes) if size != said[at])
-    return f"{update.names[at]}: {said[at]} bytes said, {sizes[at]} by shape and dtype"
+    at = next((at for at, size in enumerate(sizes) if size != said[at]), None)
+    return "" if at is None else f"{update.names[at]}: {said[at]} bytes said, {sizes[at]} by shape and dtype"
 
 
 @rule("packed.buffer-form", MUST, "never", HTTP + ": one uint8 buffer")
