@@ -554,7 +554,10 @@ class Witness:
         error = (reply.body or {}).get("error", {}).get("message")
         line = {"call": call, "body": _without_pickles(body), "status": reply.status, "error": error}
         seen = {"handles": self.handles, "seen": {"workers": self.seen}}
-        self._line({**line, "began": began, "ended": time.monotonic(), **seen})
+        try:
+            self._line({**line, "began": began, "ended": time.monotonic(), **seen})
+        except OSError as exc:  # the call was done: it is answered all the same
+            log.error("%s was not written down: %s", call, exc)
         self._begin()
 
     def _line(self, line: Mapping[str, Any]) -> None:
