@@ -1962,7 +1962,8 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     finally:
         if serving.is_alive():
             server.shutdown()
-    server.server_close()  # the transcript is whole
+    with server.RequestHandlerClass.app.lock:  # type: ignore[attr-defined]
+        server.server_close()  # the transcript is whole: a call that the trainer gave up is in it as well
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     verdict = protocol.verdict(options.transcript, options.strict)
     if ended:
