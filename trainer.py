@@ -469,7 +469,9 @@ class Ranks:
             answer = _hear(self._down, 0, limit)
         except RuntimeError:
             late = time.monotonic() - began >= limit
-            how = f"did not answer within {limit:g} s" if late else "has ended"
+            how = f"did not answer within {limit:g} s" if late else self._gone
+            if late:
+                self._hanging.add(0)
             raise SyncError(f"{step}: rank 0 {how}; the server may have been asked") from None
         if isinstance(answer, SyncError):
             raise copy.copy(answer)  # a local that is raised holds itself, and all tensors of its frames
@@ -496,7 +498,7 @@ class Ranks:
                 its_step, said = _hear(self._up, rank, max(deadline - time.monotonic(), 0.001))
             except RuntimeError:
                 late = time.monotonic() >= deadline
-                why = f"did not come within {self.seconds:g} s" if late else "has ended"
+                why = f"did not come within {self.seconds:g} s" if late else self._gone
                 yield RankError(f"rank {rank} {why}; rank 0 was at {step!r}")
                 if late:  # and gloo has closed the group: nobody is heard any more
                     self._hanging.add(rank)
@@ -504,6 +506,11 @@ class Ranks:
             else:
                 why = f"rank {rank} is at {its_step!r} and rank 0 at {step!r}: they go different ways"
                 yield said if its_step == step else RankError(why)
+
+    @property
+    def _gone(self) -> str:
+        """Why a connection is closed: its other end has ended, or gloo closed all after a wait timed out."""
+        return "is not heard any more since one was late: start all anew" if self._hanging else "has ended"
 
     def _tell_all(self, answer: Any) -> None:
         for rank in range(1, self.size):
