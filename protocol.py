@@ -414,8 +414,9 @@ class Evidence:
 
     With an update: `arrival`, `reply`: digests of the lent bytes; `before`: reference counters before they
     were opened; `unopened`, `misfit`: why the server could not take it. With a finish, for all of the sync:
-    `names`; `reply`, `finish`: digests; `held`, `after`: counters before and after the release. With a
-    start: `left`: the counters of refused exports. `others`: the `arrival` lists of the workers before.
+    `names`; `reply`, `finish`: digests; `held`, `after`: counters before and after the release; `missing`:
+    what the model has besides. With a start: `left`: the counters of refused exports. `others`: the
+    `arrival` lists of the workers before.
 
     A witness from outside opens nothing. With a finish it has `after`, and `later`: counters when a grace has
     passed; `syncs`: in how many an export was lent; `held` only where somebody else than the server released.
@@ -862,7 +863,7 @@ def _(update: UpdateInfo, session: Session) -> str:
 def _(update: UpdateInfo, session: Session) -> str:
     """unpacked, a handle has the dtype and the shape that dtype_names and shapes say"""
     said = [(dtype, list(shape)) for _name, dtype, shape in update.rows]
-    for at, label, _uuid, args in update.args:
+    for at, label, _uuid, args in update.args if isinstance(update.handles, list) else ():
         if at < len(said) and isinstance(args[DTYPE], str) and _is_list(args[TENSOR_SIZE]):
             has = (args[DTYPE].removeprefix("torch."), list(args[TENSOR_SIZE]))
             if has != said[at]:
@@ -966,7 +967,7 @@ def _(update: UpdateInfo, session: Session) -> str:
 def _(update: UpdateInfo, session: Session) -> str:
     """packed, the chunks of a sync carry one export of one buffer"""
     slots = {slot for _label, slot in update.slots}
-    is_new = session.filled is not None and slots and slots.isdisjoint(session.slots)
+    is_new = session.filled is not None and not slots <= session.slots
     return "another export than the chunk before" if is_new else ""
 
 
@@ -1020,6 +1021,18 @@ def _(evidence: Evidence, session: Session) -> str:
 def _(evidence: Evidence, session: Session) -> str:
     """a tensor that was lent unpacked does not change before the finish"""
     return evidence.differ("reply", "finish")
+
+
+@witness_rule(
+    "weights.complete",
+    SHOULD,
+    "vLLM keeps what a sync does not name as it was",
+    "missing",
+    "finish_weight_update",
+)
+def _(evidence: Evidence, session: Session) -> str:
+    """a sync names every weight of the server's model"""
+    return _one_line(evidence.seen.get("missing") or "")
 
 
 @witness_rule("export.kept", MUST, "torch: memory is reclaimed at counter 0", "held", "finish_weight_update")
@@ -1142,7 +1155,7 @@ class Judge:
     findings: list[Finding] = field(default_factory=list)
     last: tuple[int, str, int] = (0, "", 0)
     ended: float = 0.0
-    lost: bool = False  # a call got no answer: the session is in either state
+    lost: bool = False  # nobody knows whether an update is open, until a call that succeeds shows it
     joined: bool = False  # the server was there before: who knows which mode it was told
     held: bool = False  # updates were answered late, so that who does not wait for the answer shows
 
@@ -1153,7 +1166,8 @@ class Judge:
         each: Any = uuids if known and uuids else [None]
         sessions = [Session(uuid=uuid, workers=len(each)) for uuid in each]
         held = bool(header.get("hold_seconds"))
-        return cls(sessions, exercised, joined="forwarded" in header, held=held)
+        joined = "forwarded" in header
+        return cls(sessions, exercised, joined=joined, lost=joined, held=held)
 
     def hear(self, at: int, line: Any) -> None:
         call, status = (line.get("call"), line.get("status")) if isinstance(line, Mapping) else (None, None)
@@ -1171,9 +1185,10 @@ class Judge:
             self._find([Refused(RULES["body.envelope"], str(exc))])
             return
         self.exercised.add("body.envelope")
-        if status == 400 and isinstance(line.get("body"), str):
-            self._find([Refused(RULES["body.envelope"], line["body"])])
-            return
+        if isinstance(line.get("body"), str) and (status == 400 or call == "finish_weight_update"):
+            self._find([Refused(RULES["body.envelope"], line["body"])], let_in=False)  # vLLM does, a finish
+            if status == 400:
+                return
         open_to = [state for state in State if isinstance(SEQUENCE[state, call], Move)]
         if self.lost and self._succeeded and len(open_to) == 1:  # which says where the session was
             self.lost = False
@@ -1184,10 +1199,14 @@ class Judge:
             rule.id for rule in RULES.values() if rule.call == call and rule.calls and not rule.evidence
         }
         broken = [refusal] if refusal else self._content(call, given, line)
-        self._find(broken)
-        if not self._succeeded and not broken and not self.lost:
-            party = "server" if isinstance(error, str) and not error.strip() else "unclear"
+        found = self._find(broken)
+        silent = isinstance(error, str) and not error.strip()
+        open_perhaps = self.lost and len(open_to) == 1  # or not: then that is why it is refused
+        if not self._succeeded and not found and (silent or not open_perhaps):
+            party = "server" if silent else "unclear"
             self._find([Refused(RULES["refusal.explained"], _one_line(error) or "no reason")], party)
+        if self.joined and 400 <= status < 500:  # vLLM leaves the update open; others may not
+            self.lost = True
 
     @property
     def _succeeded(self) -> bool:
@@ -1241,8 +1260,10 @@ class Judge:
             if shows.get(rule.id, True) and any(map(evidence.has, rule.evidence.split())):
                 self.exercised.add(rule.id)
 
-    def _find(self, broken: Iterable[Refused], party: str = "") -> None:
+    def _find(self, broken: Iterable[Refused], party: str = "", let_in: bool = True) -> int:
+        """The findings that these are; `let_in`: of the server too, where it takes what vLLM refuses."""
         at, call, status = self.last
+        before = len(self.findings)
         for refusal in broken:
             rule = refusal.rule
             if self.joined and rule.id == "init.first":
@@ -1252,8 +1273,9 @@ class Judge:
             refuses = rule.refused_by_vllm == "always" or (
                 rule.refused_by_vllm == "packed" and self.sessions[0].packed
             )
-            if rule.level == MUST and refuses and self._succeeded:
+            if rule.level == MUST and refuses and self._succeeded and let_in:
                 self.findings.append(Finding(at, call, "server", rule, "let in what vLLM refuses", status))
+        return len(self.findings) - before
 
     def conclude(self) -> list[Finding]:
         if self.joined:

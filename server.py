@@ -536,6 +536,7 @@ class Witness:
         self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
+        self.named: set[str] = set()  # in the open session
         self.refused: list[Any] = []  # exports of refused updates, of all workers
         self.described: tuple[Any, Any] = (None, None)  # an update, and its handles as plain values
         self._begin()
@@ -582,6 +583,7 @@ class Witness:
 
     def opened(self, updates: Sequence[UpdateInfo], opened: list[list[Tensor]]) -> None:
         self.chunk = []
+        self.named.update(*(update.names for update in updates))
         for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
             exports = worker.lent_to_me(update)
             before = _counters(exports, self.loans[at])
@@ -625,8 +627,14 @@ class Witness:
                 "finish": [None if loan.weight is None else next(digests) for loan in loans],
                 "held": [n if known else None for n, known in zip(counters, counted, strict=True)],
             }
+        if self.named and not self.workers[0].takes_any_name:
+            held = self.workers[0].weights
+            missing = [name for name in held if name not in self.named]
+            seen = f"{len(missing)} of {len(held)} were not sent, {missing[0]} first" if missing else ""
+            self.seen[0]["missing"] = seen
 
     def finished(self) -> None:
+        self.named.clear()
         for at, loans in enumerate(self.loans):
             exports = [loan.args for loan in loans]
             loans.clear()
@@ -635,6 +643,7 @@ class Witness:
     def failed(self) -> None:
         """The session is over: nothing is kept that a failed update, or a chunk before it, has opened."""
         self.chunk = []
+        self.named.clear()
         self.refused, self.came = self.came, []
         for loans in self.loans:
             loans.clear()
@@ -795,7 +804,8 @@ class App:
         return Reply(200, {"is_paused": self.paused is not None})
 
     def get_world_size(self, call: str, request: Request) -> Reply:
-        words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False}
+        words = dict.fromkeys(("true", "1", "yes", "on", "t", "y"), True)
+        words |= dict.fromkeys(("false", "0", "no", "off", "f", "n"), False)  # as pydantic reads them
         include_dp = words.get(given := request.query.get("include_dp", "true").lower())
         if include_dp is None:
             raise BadRequest(f"include_dp is true or false, not {reprlib.repr(given)}", "query.include_dp")

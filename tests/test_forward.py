@@ -468,6 +468,7 @@ SYNC: dict[str, Any] = {INIT: {"init_info": {}}, START: None, UPDATE: "update_in
 @pytest.mark.parametrize("explained", [False, True], ids=["without a reason", "with a reason"])
 def test_a_refusal_without_a_rule_is_the_servers_unless_it_gives_a_reason(one, path, explained):
     update = {"update_info": Client.encoded(one.unpacked({"a": torch.ones(2)}))}
+    one.sync({"a": torch.ones(2)})  # from here on it is known that no update is open
     with one.fault(("explained" if explained else "") + path):
         for at, body in SYNC.items():
             if one.post(at, update if at == UPDATE else body).status_code == 500:

@@ -744,6 +744,7 @@ EVIDENCE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("weights.fit", {"misfit": "no such name"}, {}, "trainer"),
     ("loan.until-finish", {}, {"finish": [3, 2]}, "trainer"),
     ("export.kept", {}, {"held": [0, 1], "after": [-1, 0]}, "trainer"),
+    ("weights.complete", {}, {"missing": "1 of 3 were not sent, c first"}, "trainer"),
     ("export.released", {}, {"after": [0, 1]}, "server"),
     ("export.released", {}, {"after": [-1, 0]}, "server"),
 ]
@@ -802,13 +803,78 @@ def test_any_2xx_is_a_success(status):
     assert found(lines) == set()
 
 
-BY_HAND_ONLY = {"export.released", "refusal.explained"}
+BY_HAND_ONLY = {"export.released", "refusal.explained", "weights.complete"}  # the last: with a model only
 
 
 def test_every_rule_has_a_mutant_or_a_transcript_by_hand():
     assert set(MUTANTS) | BY_HAND_ONLY == set(RULES)
     assert set(MUTANTS).isdisjoint(BY_HAND_ONLY)
     assert {rule.id for rule in RULES.values() if rule.party == "server"} <= BY_HAND_ONLY
+
+
+FORWARDED = HEADER | {"forwarded": "http://127.0.0.1:8000"}
+REST = sync_of(update_line(GOOD["unpacked"]))[3:]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [START_LINE | {"status": 500, "error": "one is open"}, FINISH_LINE, START_LINE, *REST],
+        REST,
+        [FINISH_LINE, START_LINE, *REST],
+        [init_line(), *REST],
+    ],
+    ids=["a start is refused", "an update", "a finish", "an init"],
+)
+def test_who_joins_while_an_update_is_open_accuses_nobody(lines):
+    assert found([FORWARDED, *lines]) == set()
+    assert found([FORWARDED, *lines, FINISH_LINE]) == {
+        ("trainer", "finish.after-start"),
+        ("server", "finish.after-start"),
+    }
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 409, 411, 413, 422, 429])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["the update stays open", "the update has ended"])
+def test_after_another_refusal_than_vllms_an_update_may_be_open_or_not(status, goes_on):
+    refused = update_line(GOOD["unpacked"], status, error="no")
+    lines = [FORWARDED, init_line(), START_LINE, refused, *[START_LINE] * (not goes_on), *REST]
+    assert found(lines) == {("unclear", "refusal.explained")}
+
+
+def test_a_finish_whose_body_is_not_read_sets_no_version():
+    lines = [*sync_of(update_line(GOOD["unpacked"]))[:-1], FINISH_LINE | {"body": "(no JSON)"}]
+    assert found(lines) == {("trainer", "body.envelope")}
+
+
+def test_a_rank_that_exports_anew_for_each_chunk_is_found_beside_one_that_does_not():
+    other = UUID[:-1] + "1"
+
+    def chunk(name: str, slot: int) -> dict[str, Any]:
+        handle = GOOD["packed"]["ipc_handles_pickled"]
+        again = protocol._replace(handle[UUID], {protocol.SLOT: slot})
+        info = GOOD["packed"] | {"ipc_handles_pickled": {**handle, other: again}}
+        return update_line(info | {"names": [name + n for n in info["names"]]})
+
+    for slots, rules in [((7, 7), set()), ((7, 8), {("trainer", "packed.one-export")})]:
+        lines = sync_of(*map(chunk, "ab", slots), packed=True)
+        lines[0] = HEADER | {"uuids": [UUID, other]}
+        assert {one for one in found(lines) if one[1] != "packed.chunk-full"} == rules
+
+
+@both_modes
+def test_a_witness_with_a_model_misses_what_a_sync_left_out(inside, packed):
+    one, weights = inside("--model", "trainer:ByteLM"), trainer.ByteLM().state_dict()
+    client = trainer.HTTPWeightSyncClient(one.url)
+    client.init_weight_transfer_engine({"packed": packed})
+    send = trainer.send_weights_packed if packed else trainer.send_weights
+    first, *others = weights
+    send(client, {name: weights[name] for name in others}, device="cpu:0")
+    send(client, weights, device="cpu:0")
+    send(client, {}, device="cpu:0")
+    [finding] = protocol.check(read(one.path))
+    assert (finding.rule.id, finding.at) == ("weights.complete", 5)
+    assert finding.seen == f"1 of {len(weights)} were not sent, {first} first"
 
 
 # --- Correct trainers ---------------------------------------------------------------------------------
