@@ -178,10 +178,7 @@ def train(client: HTTPWeightSyncClient, options: argparse.Namespace, device: tor
         learning = functools.partial(learn, model, optimizer, rollouts, rewards, device)
         difference = ranks.together("step", learning, max)
 
-        ranks.first("pause", client.pause)  # nobody samples from a mix; and caches of the old weights go
         sent = sync.send(model.state_dict(), f"step {step}")
-        ranks.first("resume", client.resume)
-
         last = rewards.mean().item()
         first = first or last
         if ranks.rank == 0:
@@ -259,12 +256,14 @@ class HTTPWeightSyncClient:
         # To prepare takes longer than to send.
         self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}
         self._answered_at = 0.0
+        self.left_open = False  # an update that was opened here, and perhaps not ended
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         self.call("init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
+        self.left_open = True
 
     def update_weights(self, update_info: Any) -> None:
         """One chunk, a dict, or rank-local a list of dicts; returns when the server has read it.
@@ -272,11 +271,16 @@ class HTTPWeightSyncClient:
         Also takes what `update_body` made of it, to be sent more than once, or a `Late` of that.
         """
         made = isinstance(update_info, (bytes, Late))
-        self.call("update_weights", update_info if made else update_body(update_info))
+        try:
+            self.call("update_weights", update_info if made else update_body(update_info))
+        except SyncError as exc:
+            self.left_open = exc.status != 500
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = {"weight_version": weight_version}
         self.call("finish_weight_update", version if weight_version is not None else None)
+        self.left_open = False
 
     def shutdown_weight_transfer_engine(self) -> None:
         self.call("shutdown_weight_transfer_engine")
@@ -640,7 +644,7 @@ def send_weights(
         if not told or (not read and _answered(exc)):
             _settle(parts)  # nobody opened them, and nobody will
         elif left := sum(ipc_codec.ref_counts(list(part.args())).count(1) for part in parts):
-            progress(f"{left} tensors stay lent: the server may still read them")
+            _tell(exc, progress, f"{left} tensors stay lent: the server may still read them")
         _forget(parts)
         raise
     finally:
@@ -707,10 +711,10 @@ def send_weights_packed(
         if not told or (not read and _answered(exc)):
             _settle(parts)  # nobody opened it, and nobody will
         elif _answered(exc):
-            with contextlib.suppress(SyncError):  # releases what the server had opened
-                ranks.first("shutdown", client.shutdown_weight_transfer_engine)
+            with contextlib.suppress(SyncError):
+                ranks.first("shutdown", functools.partial(_shut_down, client))
         for part in parts:
-            part.abandon_buffer(progress)
+            part.abandon_buffer(exc, progress)
         _forget(parts)
         raise
     finally:
@@ -790,11 +794,12 @@ class Part:
         """Stations 2 and 3: a handle for each tensor. Gathers all before the first is lent."""
         self.lends = True
         if self.layout_holds and self.exports.renew():
-            self.exports.layout.synchronize()
+            _synchronize(self.exports.layout.held)
             return self.exports.handles
         self.exports.forget()  # before others are made: they are not lent any more, and not settled
         self.lent = {name: _named(name, ipc_codec.wire_form, _full(w)) for name, w in self.weights.items()}
         self.exports.lend(self.lent, self.device)
+        _synchronize(self.lent.values())
         if self.kept:
             layout = Layout(self.weights, self.plan, self.device)
             if list(map(_address, self.lent.values())) == layout.look[0]:
@@ -823,12 +828,12 @@ class Part:
         if self.buffer:
             self.buffer.drain()
 
-    def abandon_buffer(self, progress: Progress) -> None:
+    def abandon_buffer(self, exc: BaseException, progress: Progress) -> None:
         """After a failure: a buffer that the server may still read is never written again."""
         if self.buffer and any(map(ipc_codec.ref_count, self.args())):
             self.buffer.abandon()
             size = self.buffer.capacity_bytes
-            progress(f"a buffer of {size:,} bytes stays lent: the server may still read it")
+            _tell(exc, progress, f"a buffer of {size:,} bytes stays lent: the server may still read it")
 
     def args(self) -> Iterator[Any]:
         """The arguments of all exports of this sync."""
@@ -859,12 +864,6 @@ class Layout:
         except (RuntimeError, TypeError, AttributeError):  # of what has no address, or is no tensor
             return False
 
-    def synchronize(self) -> None:
-        """Waits for what is queued, as a new event would: the events of renewed handles cover no write."""
-        for device in {weight.device for weight in self.held}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-
     def fill(self, buffer: PackedBuffer, weights: Weights, at: int) -> None:
         """Writes chunk `at`. A sharded weight is gathered, written, and dropped before the next."""
         if at in self.copies:
@@ -880,6 +879,13 @@ class Layout:
         for weight in chunk:
             start += buffer.write_one(start, _full(weight))
         return None
+
+
+def _synchronize(weights: Iterable[Tensor]) -> None:
+    """Station 6, unpacked: what is queued is done. The event in a renewed handle covers none of it."""
+    for device in {weight.device for weight in weights}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 _address = Tensor.data_ptr
@@ -1104,6 +1110,14 @@ def _end(parts: Iterable[Part]) -> None:
     ipc_codec.ipc_collect()
 
 
+def _tell(exc: BaseException, progress: Progress, line: str) -> None:
+    """Says what stays lent, with the error too where Python can (3.11)."""
+    if hasattr(exc, "add_note"):
+        exc.add_note(line)
+    with contextlib.suppress(Exception):  # which may be what the first error came from
+        progress(line)
+
+
 def _answered(exc: BaseException) -> bool:
     """Whether no request is under way: the server answered, or was not asked."""
     if isinstance(exc, SyncError):
@@ -1117,6 +1131,9 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     A trainer that died leaves its update open, and vLLM has no call that aborts one: it is closed with a
     finish without a version, and everything is sent again.
     """
+    if client.left_open:  # by a sync that failed in this process
+        with contextlib.suppress(SyncError):
+            client.finish_weight_update()
     deadline = time.monotonic() + start_wait
     while True:
         try:
@@ -1136,6 +1153,12 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     except SyncError:
         raise SyncError(refusal, 500) from None  # none was open: start has another reason
     client.start_weight_update()
+
+
+def _shut_down(client: HTTPWeightSyncClient) -> None:
+    """Releases what the server had opened. While the update is open, that is for the next `_start`."""
+    if not client.left_open:
+        client.shutdown_weight_transfer_engine()
 
 
 def _device_of(weights: Weights) -> torch.device:
@@ -1313,12 +1336,38 @@ class Sync:
         self.buffer: PackedBuffer | None = None  # and so is this
 
     def send(self, weights: Weights, weight_version: str | None) -> Sent:
+        """One sync, paused: nobody samples from a mix, and what was cached of the old weights goes.
+
+        After a failure it stays paused, until a later sync has sent everything.
+        """
+        ranks = Ranks(seconds=self.options.timeout)
+        resume = functools.partial(_unless_missing, self.client.resume)
+        ranks.first("pause", functools.partial(_unless_missing, self.client.pause))
+        try:
+            sent = self._send(weights, weight_version)
+        except (RankError, ValueError):
+            if ranks.rank == 0 and not self.client.left_open:  # no weight was touched
+                resume()
+            raise
+        ranks.first("resume", resume)
+        return sent
+
+    def _send(self, weights: Weights, weight_version: str | None) -> Sent:
         more = self.more | {"weight_version": weight_version}
         if not self.options.packed:
             return send_weights(self.client, weights, exports=self.exports, **more)
         if self.buffer is None:
             self.buffer = new_buffer(weights, self.options.packed_buffer_size_bytes, self.more["device"])
         return send_weights_packed(self.client, weights, buffer=self.buffer, **more)
+
+
+def _unless_missing(call: Callable[[], None]) -> None:
+    """A server that serves nobody may have nothing to pause."""
+    try:
+        call()
+    except SyncError as exc:
+        if exc.status not in (404, 405):
+            raise
 
 
 def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device) -> None:

@@ -851,9 +851,9 @@ def test_a_rank_that_exports_anew_for_each_chunk_is_found_beside_one_that_does_n
     other = UUID[:-1] + "1"
 
     def chunk(name: str, slot: int) -> dict[str, Any]:
-        handle = GOOD["packed"]["ipc_handles_pickled"]
+        handle: Any = GOOD["packed"]["ipc_handles_pickled"]
         again = protocol._replace(handle[UUID], {protocol.SLOT: slot})
-        info = GOOD["packed"] | {"ipc_handles_pickled": {**handle, other: again}}
+        info: Any = GOOD["packed"] | {"ipc_handles_pickled": {**handle, other: again}}
         return update_line(info | {"names": [name + n for n in info["names"]]})
 
     for slots, rules in [((7, 7), set()), ((7, 8), {("trainer", "packed.one-export")})]:
