@@ -839,19 +839,19 @@ def test_after_a_refusal_the_buffer_is_used_again(fake, exports):
 # --- The loan: on the real server ---------------------------------------------------------------------
 
 
-@needs_cuda
+@test_roundtrip.needs_cuda
 @both_modes
 def test_writes_that_are_queued_on_a_gpu_are_there_when_the_server_reads(packed):
     """A second of work is queued before them. Handles that are renewed have events that cover nothing."""
     weights = {name: torch.zeros(1 << 16, device="cuda:0") for name in "ab"}
-    kept: dict[str, Any] = {"exports": Exports()}
+    kept: Any = {"exports": Exports()}
     if packed:
         kept = {"buffer": trainer.new_buffer(weights, 1 << 18)}
     with Server("cuda:0") as running:
         client = HTTPWeightSyncClient(running.url)
         client.init_weight_transfer_engine({"packed": packed})
         for seed in range(3):
-            new = {name: noise(torch.int32, 1 << 16, seed=seed).to("cuda:0") for name in weights}
+            new = {n: test_roundtrip.noise(torch.int32, 1 << 16, seed=seed).cuda() for n in weights}
             torch.cuda.synchronize()
             torch.cuda._sleep(2_000_000_000)
             for name, weight in weights.items():
