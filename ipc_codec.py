@@ -174,25 +174,27 @@ def runs(tensors: Iterable[torch.Tensor], multiple: int = 1) -> list[tuple[torch
 
 
 ROW = 4096  # bytes
-BLOCK = 4096  # rows: what their products need stays in the cache of a GPU
+SUMS = 16  # of a row, each with weights of its own
 ODD = -7046029254386353131
 
 
 def _of_rows(memory: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A number for each row of all, in their order: its words times powers of an odd number, summed.
+    """A number for each row of all, in their order: of its bytes, each weighted by its place.
 
-    The words have 32 bits and the products 64: so even a word's highest bit changes half of the sum.
+    As a product of matrices, which reads memory once, at its full speed: a product by elements writes twice
+    as much again as it reads. Of int8 it is exact: 4096 products of two bytes stay below 2^31.
     """
     if not memory:
         return
-    device = memory[0].device
-    weights = torch.full((ROW // 4,), ODD, device=device).cumprod(0)
-    most = min(BLOCK, max(map(len, memory)) // ROW)
-    products = torch.empty(most, ROW // 4, dtype=torch.int64, device=device)
+    powers = torch.full((SUMS * ROW,), ODD, device=memory[0].device).cumprod(0)
+    weights = (powers >> 56).to(torch.int8).view(SUMS, ROW).t()
     for part in memory:
-        aligned = part.clone() if part.storage_offset() % 4 else part
-        for words in aligned.view(torch.int32).view(-1, ROW // 4).split(BLOCK):
-            yield torch.mul(words, weights, out=products[: len(words)]).sum(1)
+        aligned = part.clone() if part.data_ptr() % 16 else part
+        rows = aligned.view(torch.int8).view(-1, ROW)
+        if len(rows) <= 16:  # on a GPU torch wants more
+            rows = torch.cat([rows, rows.new_zeros(16, ROW)])
+        sums = torch._int_mm(rows, weights)[: len(part) // ROW]
+        yield (sums * powers[:SUMS]).sum(1)
 
 
 def _weighted(values: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
