@@ -302,6 +302,8 @@ class WeightTransferEngine:
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
+        self.awaited = False  # whether somebody else has asked for a start in the open session
+        self.taken_over: set[Any] = set()  # exports of a session that was closed for somebody else
         self.learned = Learned()  # from the last good sync
         self.learning = Learned()  # from the open one
 
@@ -330,7 +332,10 @@ class WeightTransferEngine:
         if self.lost:
             return self.lost
         if self.mixed:
-            return "the weights are a mix: a sync is open, or failed; a full sync repairs them"
+            return (
+                "the weights are a mix: a sync is open, has failed, or was closed for another trainer; "
+                "a full sync repairs them"
+            )
         worker = self.workers[0]
         if worker.model is None:
             worker.model = worker.make_model(load_callable(DEFAULT_MODEL))
@@ -359,6 +364,7 @@ class WeightTransferEngine:
             if self.witness:
                 self.witness.started()
             self._judge("start_weight_update", [None] * len(self.workers))
+            self.awaited = False
 
     def update_weights(self, update_info: Mapping[str, Any] | Sequence[Any], body: bytes = b"") -> str:
         """One chunk. Returns when every device has read it; raises with no weight changed.
@@ -374,10 +380,26 @@ class WeightTransferEngine:
             if self.witness:
                 self.witness.decoded(update_info, updates)
             self._judge("update_weights", updates)
+            self._refuse_late(updates)
             openings = self._load(updates, known)
             self.learning.add(text, known or self._known(update_info, updates, layout, openings))
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
+
+    def _refuse_late(self, updates: Sequence[UpdateInfo]) -> None:
+        """Whoever goes on with an update that was closed for another trainer would write into the other's."""
+        late = [
+            (label, args)
+            for update in (updates if self.taken_over else ())
+            for (label, slot), (*_, args) in zip(update.slots, update.args, strict=False)
+            if slot in self.taken_over
+        ]
+        counts = ipc_codec.ref_counts([args for _label, args in late])
+        if released := [label for (label, _args), count in zip(late, counts, strict=True) if count == 0]:
+            raise ValueError(
+                f"{released[0]} was lent in an update that was closed for another trainer, who sends "
+                "everything anew: start again, and send all"
+            )
 
     def known_body(self, body: bytes) -> Any:
         """The parsed JSON of a body that the last good sync brought in this mode, else None."""
@@ -455,7 +477,12 @@ class WeightTransferEngine:
             self._release()
             if self.witness:
                 self.witness.finished()
-            self.torn -= self.applied
+            if self.awaited and weight_version is None:  # closed for another trainer, and perhaps half sent
+                self.taken_over = set().union(*(worker.session.slots for worker in self.workers))
+                self.torn |= self.applied
+            else:
+                self.taken_over = set()
+                self.torn -= self.applied
             self.applied = set()
             self.learned, self.learning = self.learning, Learned()
             if weight_version is not None:
@@ -477,6 +504,7 @@ class WeightTransferEngine:
         if self.lost:
             raise ValueError(self.lost)
         if refusal := self.workers[0].session.forbids(call):
+            self.awaited |= call == "start_weight_update"
             raise refusal
         try:
             yield

@@ -1605,6 +1605,43 @@ def test_a_failed_sync_that_applied_a_chunk_answers_503_until_a_full_one(byte_lm
     ok(complete(byte_lm))
 
 
+@pytest.mark.parametrize("told, served", [(None, False), ("v1", True)], ids=["without a version", "with one"])
+def test_an_update_that_is_closed_while_another_trainer_waits_is_good_if_it_has_a_version(
+    byte_lm, told, served
+):
+    byte_lm.begin()
+    ok(byte_lm.update(byte_lm.unpacked(byte_lm.weights)))
+    refused(byte_lm.post(START))
+    ok(byte_lm.finish(weight_version=told))
+    assert (complete(byte_lm).status_code == 200) == served
+    ok(byte_lm.post(START))
+    ok(byte_lm.finish(weight_version="empty"))
+    assert (complete(byte_lm).status_code == 200) == served, "what is a mix is repaired by what overwrites it"
+    byte_lm.sync(byte_lm.weights)
+    ok(complete(byte_lm))
+
+
+def test_a_trainer_whose_update_was_closed_writes_into_no_other(client):
+    """Packed, it goes on with the export that it began with, which was released with its update."""
+    first, second = model(0), model(1)
+    buffers, handles = client.buffers(nbytes(first))
+    one, *others = (client.packed({name: weight}, buffers, handles) for name, weight in first.items())
+    client.begin(packed=True)
+    ok(client.update(one))
+    refused(client.post(START))  # the second trainer's, which then closes what is open, and sends everything
+    ok(client.finish())
+    ok(client.post(START))
+    ok(client.update(client.packed({"a": second["a"]})))
+    assert "closed for another trainer" in refused(client.update(others[0]))
+    client.sync(second, packed=True)
+    assert client.checksums() == digests(second)
+    assert all(lent.renew() for lent in [buffer.exports for buffer in buffers])
+    client.begin(packed=True)
+    ok(client.update(client.packed(first, buffers, handles)))  # renewed it is another loan
+    ok(client.finish())
+    assert client.checksums() == digests(first)
+
+
 def test_a_refusal_before_the_first_chunk_leaves_the_old_weights_serving(byte_lm):
     byte_lm.begin()
     refused(byte_lm.update(byte_lm.unpacked(byte_lm.weights) | {"names": []}))

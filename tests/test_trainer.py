@@ -802,7 +802,7 @@ def test_packed_an_error_of_our_own_in_mid_sync_leaves_the_update_to_the_next_sy
     assert "stays lent" in "".join(getattr(caught.value, "__notes__", ["stays lent"]))  # Python 3.11
     client.called.clear()
     send(client, weights, packed=True, start_wait=30.0)
-    assert ["/" + path for path in client.called] == [FINISH, START, *[UPDATE] * 3, FINISH]
+    assert ["/" + path for path in client.called] == [START, FINISH, START, *[UPDATE] * 3, FINISH]
     assert held(server.url, weights) == digests(weights) and counters(exports) == {0}
 
 
