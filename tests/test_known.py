@@ -247,8 +247,8 @@ def here(tmp_path: Path, decoded: list[str]) -> Iterator[Trainer]:
 
 
 def model(seed: int) -> dict[str, Tensor]:
-    """16, 6 and 2 bytes, aligned in a buffer; any bits, so that a NaN may have changed."""
-    dtypes = {"a": (torch.float32, 2, 2), "b": (torch.bfloat16, 3), "c": (torch.float8_e5m2, 2)}
+    """16, 6 and 2 bytes, aligned in a buffer, in no order of names; any bits: a NaN may have changed."""
+    dtypes = {"b": (torch.float32, 2, 2), "c": (torch.bfloat16, 3), "a": (torch.float8_e5m2, 2)}
     return {name: noise(*spec, seed=seed) for name, spec in dtypes.items()}
 
 
@@ -309,7 +309,7 @@ def test_known_chunks_may_come_in_another_order_and_beside_new_ones(client):
     parts = [Loan(client, {name: weight}) for name, weight in model(1).items()]
     client.sync_of(*(part.body for part in parts))
     assert client.has_decoded(3)
-    bodies = [part.again({name: model(2)[name]}) for part, name in zip(parts, "abc", strict=True)]
+    bodies = [part.again({name: model(2)[name]}) for part, name in zip(parts, "bca", strict=True)]
     new = Loan(client, one(2))
     client.sync_of(bodies[2], new.body, bodies[0], bodies[1])
     assert client.checksums() == digests(model(2) | one(2)) and client.has_decoded(1)
@@ -357,6 +357,26 @@ def test_what_is_judged_again_is_all_that_depends_on_the_updates_before(packed):
         if rule.applies(session):
             assert bool(Looks.seen) == (rule.id in protocol.SYNC_RULES), rule.id
     assert {RULES[id].call for id in protocol.SYNC_RULES | protocol.LAYOUT_RULES} == {"update_weights"}
+
+
+@both_modes
+def test_a_known_layout_twice_in_one_sync_is_refused_whatever_its_handles(client, packed):
+    client.sync_of(Loan(client, one(1), packed).body, packed=packed)
+    client.begin(packed)
+    ok(client.say(Loan(client, one(2), packed).body))
+    assert refused(client.say(Loan(client, one(3), packed).body)).startswith("names.unique: ")
+    assert client.checksums() == digests(one(2))
+
+
+def test_of_a_known_layout_a_handle_of_another_shape_or_dtype_is_refused(client):
+    loan = Loan(client, one(1))
+    client.sync_of(loan.body)
+    for other in (one(2)["x"].view(2, 2), one(2)["x"].view(torch.float32)):
+        client.begin()
+        handles = Loan(client, {"x": other}).info["ipc_handles_pickled"]
+        said = refused(client.update(loan.info | {"ipc_handles_pickled": handles}))
+        assert said.startswith("unpacked.handle-matches: ")
+    assert client.checksums() == digests(one(1))
 
 
 @both_modes
