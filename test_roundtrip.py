@@ -1663,16 +1663,16 @@ def slow(slow_server):
     yield from visit(slow_server)
 
 
-def test_health_and_world_size_answer_while_an_update_runs_and_weight_info_waits(slow):
+def test_while_an_update_runs_health_version_and_world_size_answer_and_what_it_changes_waits(slow):
     slow.begin()
     info = slow.unpacked(model(1))
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(6) as pool:
         update = pool.submit(slow.update, info)
-        paths = ["/health", "/get_world_size", "/weight_info"]
+        paths = ["/health", "/version", "/get_world_size", "/weight_info", "/is_paused"]
         watch = [pool.submit(longest_answer, Client(slow), path, update) for path in paths]
-        health, world_size, weight_info = (longest.result() for longest in watch)
+        *at_once, weight_info, is_paused = (longest.result() for longest in watch)
     ok(update.result())
-    assert max(health, world_size) < 0.5 < weight_info
+    assert max(at_once) < 0.5 < min(weight_info, is_paused)
     ok(slow.finish())
     assert slow.checksums() == digests(model(1))
 
