@@ -50,7 +50,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -542,6 +542,23 @@ class WeightTransferEngine:
 # --- The witness: a transcript ------------------------------------------------------------------------
 
 
+def begin_transcript(path: str, header: Mapping[str, Any]) -> TextIO:
+    """The file with its first line, open. An OSError names it."""
+    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
+    try:
+        _write_line(file, header)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise OSError(exc.errno, exc.strerror, path) from None
+    return file
+
+
+def _write_line(file: TextIO, line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    file.flush()
+
+
 @dataclass
 class Loan:
     """One export that a worker has opened, and holds until the finish, so that it can be looked at."""
@@ -561,7 +578,6 @@ class Witness:
 
     def __init__(self, path: str, workers: Sequence[Worker], hold_seconds: float = 0.0):
         self.workers = workers
-        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the server is)
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
         self.named: set[str] = set()  # in the open session
@@ -570,7 +586,7 @@ class Witness:
         self._begin()
         uuids = [worker.session.uuid for worker in workers]
         told = {"digest": "ipc_codec.digests", "hold_seconds": hold_seconds, "uuids": uuids}
-        self._line({**protocol.TRANSCRIPT, **told})
+        self.file = begin_transcript(path, {**protocol.TRANSCRIPT, **told})
 
     def _begin(self) -> None:
         """Nothing is seen yet of the exchange to come."""
@@ -584,14 +600,10 @@ class Witness:
         line = {"call": call, "body": _without_pickles(body), "status": reply.status, "error": error}
         seen = {"handles": self.handles, "seen": {"workers": self.seen}}
         try:
-            self._line({**line, "began": began, "ended": time.monotonic(), **seen})
+            _write_line(self.file, {**line, "began": began, "ended": time.monotonic(), **seen})
         except OSError as exc:  # the call was done: it is answered all the same
             log.error("%s was not written down: %s", call, exc)
         self._begin()
-
-    def _line(self, line: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self.file.flush()
 
     def decoded(self, update_info: Any, updates: Sequence[UpdateInfo]) -> None:
         rank_local = isinstance(update_info, list)
@@ -1343,8 +1355,8 @@ class Forward:
     hold up the next call by the interpreter's lock.
     """
 
-    def __init__(self, url: str, transcript: str, max_body_bytes: int):
-        """Raises ValueError where no server with workers is at the URL, OSError for the transcript."""
+    def __init__(self, url: str, max_body_bytes: int):
+        """Raises ValueError where no server with workers is at the URL."""
         self.parts = urllib.parse.urlsplit(url.rstrip("/"))
         if self.parts.scheme != "http" or not self.parts.hostname:
             raise ValueError(f"--forward {url!r} is no URL such as http://127.0.0.1:8000")
@@ -1354,7 +1366,13 @@ class Forward:
         self.lock = threading.Lock()
         self.counter_files: dict[bytes, None] = {}  # the newest last
         self.heard: queue.SimpleQueue[Said | None] = queue.SimpleQueue()
-        self.child, pipe = _fork(Observer(transcript, self.url, self._world_size()).run)
+        self.workers = self._world_size()
+        self.feeder: threading.Thread | None = None
+
+    def begin(self, transcript: str, listening: socket.socket) -> None:
+        """From now on it is written down. Raises OSError for the transcript."""
+        observer = Observer(transcript, self.url, self.workers)
+        self.child, pipe = _fork(observer.run, listening)
         self.feeder = threading.Thread(target=self._feed, args=(pipe,), daemon=True)
         self.feeder.start()
 
@@ -1407,20 +1425,23 @@ class Forward:
 
     def close(self) -> None:
         """Returns when all that was heard is written."""
+        if self.feeder is None:
+            return
         self.heard.put(None)
         self.feeder.join()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.child, 0)
 
 
-def _fork(run: Callable[[int], None]) -> tuple[int, int]:
-    """A child that runs `run(pipe)` until the pipe ends: its pid, and our end."""
+def _fork(run: Callable[[int], None], listening: socket.socket) -> tuple[int, int]:
+    """A child that runs `run(pipe)` until the pipe ends: its pid, and our end. The address is ours alone."""
     theirs, ours = os.pipe()
     if pid := os.fork():
         os.close(theirs)
         return pid, ours
     try:
         os.close(ours)
+        listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):  # may go to both; then the rest is still written
             signal.signal(number, signal.SIG_IGN)
         os.nice(12)  # a call goes before what is written of it
@@ -1673,11 +1694,10 @@ class Observer:
         self.lent: dict[Export, Lent] = {}
         self.refused: dict[Export, None] = {}
         self.past: dict[Export, int] = {}  # in how many syncs they were lent
-        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process is there)
         header = {**protocol.TRANSCRIPT, "forwarded": url, "uuids": [None] * workers}
         self.judge = protocol.Judge.of(header, set())
-        self.lines = self.warned = 0
-        self._line(header)
+        self.file = begin_transcript(path, header)
+        self.lines, self.warned = 1, 0
 
     def run(self, pipe: int) -> None:
         """Hears what is said until the pipe ends."""
@@ -1694,14 +1714,10 @@ class Observer:
         self._warn()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._line(line)
+        _write_line(self.file, line)
+        self.lines += 1
         self.judge.hear(self.lines, line)
         self._warn()
-
-    def _line(self, line: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self.file.flush()
-        self.lines += 1
 
     def _warn(self) -> None:
         for finding in self.judge.findings[self.warned :]:
@@ -1944,12 +1960,9 @@ def make_server(options: argparse.Namespace) -> Server:
         engine.hold_seconds = 0.0 if options.judge is None else HOLD_SECONDS
     app = App(engine, options.data_parallel_size, options.max_body_bytes)
     server = Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
-    if options.transcript:  # not before: the server that has the address may be writing the same file
-        try:
+    if options.transcript:
+        with _closed_on_error(server):
             engine.witness = Witness(options.transcript, engine.workers, engine.hold_seconds)
-        except OSError:
-            server.server_close()
-            raise
     return server
 
 
@@ -1958,9 +1971,22 @@ def make_forwarder(options: argparse.Namespace) -> Server:
     if not options.transcript:
         raise ValueError("--forward writes down what was said: it needs --transcript FILE or --judge COMMAND")
     gc.freeze()  # torch's objects: a collection that looks through them would hold up a call by 0.1 s
-    forward = Forward(options.forward, options.transcript, options.max_body_bytes)
+    forward = Forward(options.forward, options.max_body_bytes)
     relay = type("Relay", (Relay,), {"app": forward, "forward": forward})
-    return Forwarder((options.host, options.port), relay, forward)
+    server = Forwarder((options.host, options.port), relay, forward)
+    with _closed_on_error(server):
+        forward.begin(options.transcript, server.socket)
+    return server
+
+
+@contextlib.contextmanager
+def _closed_on_error(server: Server) -> Iterator[None]:
+    """In it a transcript begins. Not before: the server that has the address may be writing the same file."""
+    try:
+        yield
+    except OSError:
+        server.server_close()
+        raise
 
 
 def open_to_others(host: str) -> str:
