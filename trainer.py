@@ -22,6 +22,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -52,7 +53,8 @@ from protocol import GATE, NO_ANSWER, UpdateInfo, merge_handles, plan_chunks
 
 URL = "http://127.0.0.1:8000"
 STEPS = 24
-TIMEOUT = 300.0  # seconds a call may take
+TIMEOUT = 300.0  # seconds that nothing may come or go in a call
+MAX_SECONDS = 1e6  # eleven days; sums of a few are still what every clock has
 START_WAIT = 30.0  # seconds that another trainer is given to end its update
 PACKED_BUFFER_SIZE_BYTES = 1 << 30  # vLLM's default
 SERVER_START_SECONDS = 60.0
@@ -1283,10 +1285,12 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when this process is killed
 
 
-def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _at_least(least: float, kind: Callable[[str], Any], most: float = math.inf) -> Callable[[str], Any]:
     def number(text: str) -> Any:
-        if not (value := kind(text)) >= least or value == float("inf"):
+        if not (value := kind(text)) >= least:
             raise ValueError
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most:,.0f}")
         return value
 
     return number
@@ -1312,10 +1316,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--packed-buffer-size-bytes", **size, help="of that buffer (default 1 GiB)")
     add("--device", default="auto", help="where the weights lie: auto, cpu, cuda or cuda:1; one a process")
     add("--weight-version", metavar="V", help="with --checkpoint: what the server then publishes")
-    seconds: dict[str, Any] = {"type": _at_least(0.001, float), "metavar": "S"}
-    add("--timeout", **seconds, default=TIMEOUT, help="seconds a call may take (default %(default)g)")
+    seconds: dict[str, Any] = {"type": _at_least(0.001, float, MAX_SECONDS), "metavar": "S"}
+    silent = "seconds that nothing may come or go in a call (default %(default)g)"
+    add("--timeout", **seconds, default=TIMEOUT, help=silent)
     wait = "seconds for another trainer to end (default %(default)g)"
-    add("--start-wait", **seconds | {"type": _at_least(0, float)}, default=START_WAIT, help=wait)
+    add("--start-wait", **seconds | {"type": _at_least(0, float, MAX_SECONDS)}, default=START_WAIT, help=wait)
     return parser
 
 

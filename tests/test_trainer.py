@@ -1754,9 +1754,12 @@ def test_a_sync_of_nothing_leaves_nothing_lent(fake, exports):
 WRONG = {
     "--device bogus": "'bogus' is none of auto, cpu, cuda, cuda:1",
     "--device mps": "'mps' is none of auto, cpu, cuda, cuda:1",
+    "--device cpu:128": "'cpu:128' is none of auto",  # torch lets it wrap around
     "--device cuda:99": "torch sees",
     "--timeout 0": "--timeout",
     "--timeout nan": "--timeout",
+    "--timeout 1e300": "--timeout: 1e300 is more than 1,000,000",  # which no clock has
+    "--start-wait inf": "--start-wait: inf is more than 1,000,000",
     "--start-wait -1": "--start-wait",
     "--steps -3": "--steps",
     "--packed-buffer-size-bytes 0": "--packed-buffer-size-bytes",
