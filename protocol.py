@@ -27,6 +27,7 @@ import marshal
 import math
 import re
 import reprlib
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1474,4 +1475,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as it does other tools
     sys.exit(main())

@@ -5,8 +5,10 @@ import dataclasses
 import inspect
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -384,6 +386,19 @@ def test_protocol_prints_the_rules():
     command = [sys.executable, str(ROOT / "protocol.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert printed.strip() == protocol.rules_as_markdown()
+
+
+@pytest.mark.parametrize(
+    "words", [[], [ROOT / "tests" / "transcripts" / "clean.jsonl"]], ids=["rules", "file"]
+)
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(words):
+    """As in `python protocol.py FILE | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        command = [sys.executable, ROOT / "protocol.py", *words]
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
 
 
 LEAVES = {"protocol", "ipc_codec"}
