@@ -305,10 +305,15 @@ class HTTPWeightSyncClient:
         return checksums
 
     def call(self, path: str, body: Any = None) -> dict[str, Any]:
-        """One POST, one answer: the JSON object of a 2xx."""
+        """One POST, one answer: the JSON object of a 2xx. Raises ValueError where the body cannot be JSON."""
+        if body is not None and not isinstance(body, (bytes, Late)):
+            try:
+                body = json.dumps(body, allow_nan=False).encode()
+            except (ValueError, TypeError, RecursionError) as exc:
+                raise ValueError(f"{path}: the body cannot be JSON: {exc}") from None
         return self._request("POST", path, body)
 
-    def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: bytes | Late | None = None) -> dict[str, Any]:
         # A server closes idle connections (vLLM after 5 s), and must not do it under a request.
         if time.monotonic() - self._answered_at > 4:
             self._http.close()
@@ -337,7 +342,7 @@ class HTTPWeightSyncClient:
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
         return answer
 
-    def _prepare(self, method: str, path: str, body: Any) -> requests.PreparedRequest:
+    def _prepare(self, method: str, path: str, body: bytes | Late | None) -> requests.PreparedRequest:
         if (method, path) not in self._prepared:
             plain = requests.Request(method, f"{self.url}/{path}")
             self._prepared[method, path] = self._http.prepare_request(plain)
@@ -345,8 +350,7 @@ class HTTPWeightSyncClient:
         if body is not None:
             request = request.copy()
             request.headers["Content-Type"] = "application/json"
-            content = body if isinstance(body, (bytes, Late)) else json.dumps(body, allow_nan=False)
-            request.prepare_body(content, files=None)
+            request.prepare_body(body, files=None)
         return request
 
     def _no_answer(self, exc: Exception) -> str:
@@ -1203,7 +1207,10 @@ def verify(
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """A state dict (.pt, .pth, .bin), a .safetensors file, or a folder of those. Raises ValueError."""
+    """A state dict (.pt, .pth, .bin), a .safetensors file, or a folder. Raises ValueError.
+
+    Of a folder all .safetensors files; where it has none, all .bin files; else all .pt files.
+    """
     if path.is_dir():
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")) or sorted(path.glob("*.pt"))
         parts = [load_checkpoint(file, device) for file in files]

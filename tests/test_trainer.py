@@ -493,6 +493,13 @@ def test_the_connection_is_dropped_after_a_failure(fake, bad):
     assert [seen.connection for seen in fake.seen] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("value", [math.nan, {1, 2}])
+def test_a_body_that_cannot_be_json_is_said_and_nothing_is_sent(fake, value):
+    with pytest.raises(ValueError, match="collective_rpc: the body cannot be JSON: "):
+        HTTPWeightSyncClient(fake.url).call("collective_rpc", {"a": value})
+    assert fake.seen == []
+
+
 def test_nobody_listening_is_a_sync_error_that_names_the_url():
     with pytest.raises(SyncError, match=re.escape(closed_url()) + ".*refused") as caught:
         HTTPWeightSyncClient(closed_url()).start_weight_update()
@@ -1619,7 +1626,9 @@ def write_checkpoints(folder: Path) -> None:
             path = folder / name / f"model-{at}.{forms}"
             save_file({key: weight}, path) if forms == "safetensors" else torch.save({key: weight}, path)
     torch.save(weights, folder / "parts" / "old.pt")
-    (folder / "hollow").mkdir()
+    for name in ("hollow", "pths"):
+        (folder / name).mkdir()
+    torch.save(weights, folder / "pths" / "small.pth")
     torch.save([weights["a"]], folder / "list.pt")
     torch.save({"model": weights}, folder / "nested.pt")
     (folder / "hostile.pt").write_bytes(pickle.dumps({"a": Hostile(str(folder / "canary"))}, protocol=2))
@@ -1702,6 +1711,7 @@ def test_a_checkpoint_is_sent_in_each_form_and_mode(main, server, checkpoints, n
 REFUSALS = {
     "missing.pt": "does not exist",
     "hollow": "has no .safetensors, .bin or .pt file",
+    "pths": "has no .safetensors, .bin or .pt file",
     "list.pt": "is no plain state dict: a dict of names and tensors",
     "nested.pt": "is no plain state dict: a dict of names and tensors",
 }
