@@ -650,7 +650,8 @@ def send_weights(
         if not told or (not read and _answered(exc)):
             _settle(parts)  # nobody opened them, and nobody will
         elif left := sum(ipc_codec.ref_counts(list(part.args())).count(1) for part in parts):
-            _tell(exc, progress, f"{left} tensors stay lent: the server may still read them")
+            what = "1 tensor stays" if left == 1 else f"{left} tensors stay"
+            _tell(exc, progress, f"{what} lent: the server may still read them")
         _forget(parts)
         raise
     finally:

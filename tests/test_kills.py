@@ -500,7 +500,7 @@ def sync(running: Server, mode: str) -> list[str]:
     return lines
 
 
-PROGRESS = re.compile(r"chunk \d/3|\d+ tensors stay lent: .*|a buffer of 24 bytes stays lent: .*")
+PROGRESS = re.compile(r"chunk \d/3|\d+ tensors? stays? lent: .*|a buffer of 24 bytes stays lent: .*")
 
 
 def sentence(ended: Ended) -> tuple[str, bool]:

@@ -786,6 +786,18 @@ def test_packed_a_refusal_after_some_chunks_releases_what_the_server_opened(serv
     assert not file_of(exports[-1]).exists()
 
 
+@pytest.mark.parametrize(
+    "weights, says", [({"a": 1}, "1 tensor stays"), ({"a": 1, "b": 2}, "2 tensors stay")]
+)
+def test_what_stays_lent_is_counted(fake, weights, says):
+    fake.script[UPDATE] = DROPPED
+    told: list[str] = []
+    with pytest.raises(SyncError):
+        tensors = {name: torch.tensor(value) for name, value in weights.items()}
+        send_weights(HTTPWeightSyncClient(fake.url), tensors, device="cpu:0", progress=told.append)
+    assert told == [f"{says} lent: the server may still read them"]
+
+
 def test_packed_a_shutdown_that_fails_does_not_hide_the_first_error_and_the_buffer_stays_lent(fake, exports):
     fake.script |= {UPDATE: [GOOD, REFUSED], SHUTDOWN: Answer(500, b"no")}
     told: list[str] = []
