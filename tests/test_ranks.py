@@ -44,7 +44,7 @@ import server
 import trainer
 from ipc_codec import HandleError
 from test_roundtrip import ROOT, Server, digests, environment, needs_two_gpus, noise
-from trainer import HTTPWeightSyncClient, RankError, Ranks
+from trainer import HTTPWeightSyncClient, RankError, Ranks, SyncError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes a second, in this process for nothing
@@ -782,6 +782,31 @@ def send_alone(rank: int, url: str, device: str) -> Tried | None:
         return None
     client, weights = client_of(0, url, 0.5), small(device)
     return tried(lambda **more: send(client, weights, False, device=device, **more))
+
+
+def take_two_steps(rank: int, late: int) -> list[str]:
+    """One rank does not come, and is there all the time."""
+    put(trainer, GRACE=0.2)
+    ranks, said = Ranks(dist.new_group([0, 1]), SECONDS), []
+    if rank == late:
+        return []
+    ranks.seconds = 0.3
+    for step in ("first", "second"):
+        with pytest.raises(SyncError) as caught:
+            ranks.together(step)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_after_one_was_late_nobody_is_said_to_have_ended(late):
+    """gloo closes all connections when a wait times out."""
+    waited = values(on_ranks(2, take_two_steps, late))[1 - late]
+    silent, gone = {
+        0: ("first: rank 0 did not answer within 0.8 s", "second: rank 0 is not heard any more"),
+        1: ("rank 1 did not come within 0.3 s; rank 0", "rank 1 is not heard any more since one was late"),
+    }[late]
+    assert waited[0].startswith(silent) and waited[1].startswith(gone) and "anew" in waited[1]
 
 
 @cuda_is_long
