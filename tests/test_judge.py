@@ -1218,6 +1218,20 @@ def test_the_witness_writes_the_clean_transcript(inside):
     assert without_chance(read(one.path)) == without_chance(read(CLEAN))
 
 
+def test_a_call_is_answered_where_it_cannot_be_written_down(inside, caplog):
+    one = inside()
+    full = open("/dev/full", "w")  # noqa: SIM115
+    one.server.RequestHandlerClass.app.engine.witness.file = full
+    client = trainer.HTTPWeightSyncClient(one.url, 20)
+    client.init_weight_transfer_engine({"packed": False})
+    client.start_weight_update()
+    client.finish_weight_update("v1")
+    with contextlib.suppress(OSError):
+        full.close()
+    assert client._request("GET", "weight_info") == {"weight_version": "v1"}
+    assert caplog.text.count("was not written down: [Errno 28] No space left on device") == 3
+
+
 def without_chance(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without times, and without what names files and slots of shared memory."""
     lines = copy.deepcopy(lines)
@@ -1722,6 +1736,14 @@ post("start_weight_update")
 post("update_weights", {{"update_info": EMPTY}})
 post("finish_weight_update")
 """
+GIVES_UP = f"""{CALLER}
+import os, threading, time
+for call in ("init_weight_transfer_engine", "start_weight_update"):
+    post(call, {{"init_info": {{}}}} if call.startswith("init") else None)
+threading.Thread(target=post, args=["update_weights", {{"update_info": EMPTY}}], daemon=True).start()
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+"""
 OVERWRITES = f"""
 import sys, threading
 import torch
@@ -1802,6 +1824,23 @@ SENTENCES = {
 def test_the_judge_says_what_it_found(judged_runs, name):
     *_, sentence = judged_runs[name].result().stdout.splitlines()
     assert SENTENCES[name] in sentence
+
+
+def test_a_call_that_the_trainer_gave_up_is_judged_as_well(tmp_path, monkeypatch, capsys):
+    """It ends when its update has been looked at; the answer would come 0.8 s later."""
+    program, looked, path = tmp_path / "gives_up.py", tmp_path / "looked", tmp_path / "sync.jsonl"
+    program.write_text(GIVES_UP)
+    opened = server.Witness.opened
+    monkeypatch.setattr(server.Witness, "opened", lambda *args: (opened(*args), looked.touch()))
+    monkeypatch.setenv(protocol.GATE, "1")
+    command = f"{sys.executable} {program} {{url}} {looked}"
+    words = ["--port", "0", "--device", "cpu", "--hold-seconds", "0.8", "--transcript", str(path)]
+    options = server.build_parser().parse_args([*words, "--judge", command])
+    with server.make_server(options) as judged:
+        code = server.judge(judged, f"http://127.0.0.1:{judged.server_port}", options)
+    *_, last = read(path)
+    assert (last["call"], last["status"], code) == ("update_weights", 200, 1)
+    assert "sync.finished" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["clean, packed, strict"])
