@@ -952,6 +952,7 @@ def test_a_storage_without_bytes_has_no_handle():
         "ref_counter_handle": b"/etc/passwd",
         "event_handle": "text",
         "event_sync_required": 0,
+        "tensor_offset": 2**62,  # beyond what its views can add to it
     }.items():
         with pytest.raises(HandleError):
             ipc_codec.check_exports([empty._replace(**{field: value})], "cuda:0")[0]

@@ -174,6 +174,12 @@ def test_empty_lists_break_nothing():
     assert broken("packed", shown(PACKED | nothing | {"tensor_sizes": []})) == []
 
 
+def test_the_right_sizes_as_a_tuple_break_nothing():
+    update = dataclasses.replace(shown(PACKED), tensor_sizes=(16, 6))
+    assert broken("packed", update) == []
+    assert broken("packed", dataclasses.replace(update, tensor_sizes=(16, 7))) == ["packed.size-of-shape"]
+
+
 def test_a_name_of_an_earlier_chunk_is_not_sent_again():
     assert broken("packed", shown(PACKED), sent={"b"}) == ["names.unique"]
 
