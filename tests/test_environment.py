@@ -114,13 +114,14 @@ OPTIONS = {
         ["--data-parallel-size 3 does not divide 2 workers"],
     ),
     "a transcript nowhere": (["--transcript", "/nowhere/sync.jsonl"], ["/nowhere/sync.jsonl"]),
+    "a transcript without room": (["--transcript", "/dev/full"], ["No space left", "/dev/full"]),
 }
 
 
 @pytest.mark.parametrize("trouble", OPTIONS)
 def test_a_server_that_cannot_start_says_why(words, trouble):
     line, parts = OPTIONS[trouble]
-    sentence(words(server, "--device", "cpu", *line), *parts)
+    sentence(words(server, "--device", "cpu", "--port", "0", *line), *parts)
 
 
 def test_a_judge_that_cannot_start_has_no_verdict(words, monkeypatch, tmp_path):
@@ -135,6 +136,23 @@ def test_a_port_in_use_is_named(words):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         sentence(words(server, "--device", "cpu", "--port", port), str(port), "in use")
+
+
+def test_a_server_that_finds_its_port_in_use_leaves_the_transcript_alone(words, tmp_path):
+    """The server that has the port may be writing it."""
+    path = tmp_path / "sync.jsonl"
+    path.write_text("what was said\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = ["--port", taken.getsockname()[1], "--transcript", path]
+        sentence(words(server, "--device", "cpu", *line), "in use")
+    assert path.read_text() == "what was said\n"
+
+
+@pytest.mark.parametrize("device", ["cpu:128", "cpu:0,cpu:128", "cuda:128"])
+def test_a_device_beyond_those_that_torch_counts_is_no_device(device):
+    """torch lets its index wrap around."""
+    with pytest.raises(ValueError, match=f"'{device.rpartition(',')[2]}'; auto, cpu"):
+        server.parse_devices(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
