@@ -255,7 +255,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Between,
     with contextlib.ExitStack() as stack:
         upstream = Scripted()
         stack.callback(upstream.shutdown)
-        scripted = Between(folder, upstream, "server.UPSTREAM_SECONDS, server.KEPT_SECONDS = 0.5, 0.3")
+        change = "server.UPSTREAM_SECONDS, server.KEPT_SECONDS, server.MAX_CONNECTIONS = 0.5, 0.3, 100"
+        scripted = Between(folder, upstream, change)
         stack.push(scripted.__exit__)  # from here on: also where another does not start
         faulty = stack.enter_context(Faulty(folder, "cpu:0"))
         before_one = stack.enter_context(Between(folder, faulty))
@@ -773,6 +774,24 @@ def test_a_call_that_is_not_answered_is_the_servers_and_is_not_sent_again(script
     t.give_up()
 
 
+def test_any_other_call_is_given_up_after_one_time_out_too(scripted):
+    scripted.upstream.script["/slow"] = lambda handler, body: (time.sleep(0.8), handler.say({}))
+    reply = ask(scripted, "GET", "/slow")
+    assert (reply.status, b"no answer within 0.5 s" in reply.read()) == (504, True)
+
+
+def test_half_as_many_clients_are_let_in_since_each_needs_a_connection_to_the_server(scripted):
+    """A server would take 100 here."""
+    tasks = Path(f"/proc/{scripted.process.pid}/task")
+    before = len(list(tasks.iterdir()))
+    with contextlib.ExitStack() as stack:
+        address = "127.0.0.1", scripted.port
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(100)]
+        await_true(lambda: server._readable(clients[-1]))  # closed, and it came last
+        assert 50 <= sum(map(server._readable, clients)) < 90
+    await_true(lambda: len(list(tasks.iterdir())) <= before)
+
+
 @pytest.mark.parametrize("path", [START, UPDATE, FINISH])
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
 def test_what_comes_after_a_lost_answer_is_not_held_against_the_trainer(scripted, path, done):
@@ -1035,6 +1054,26 @@ def test_the_command_line_says_what_is_missing(tmp_path, scripted):
         scripted.upstream.script["/get_world_size"] = lambda handler, body, answer=answer: handler.say(answer)
         assert "VLLM_SERVER_DEV_MODE=1" in refusal_of("--forward", scripted.upstream.url, *transcript)
     assert not (tmp_path / "sync.jsonl").exists()
+
+
+def test_the_forwarder_that_has_the_address_keeps_its_transcript(scripted):
+    Trainer(scripted).http.close()  # has said something
+    written = scripted.path.read_bytes()
+    command = ["--port", str(scripted.port), "--forward", scripted.upstream.url]
+    options = server.build_parser().parse_args([*command, "--transcript", str(scripted.path)])
+    with pytest.raises(OSError, match="in use"):
+        server.make_server(options)
+    assert scripted.path.read_bytes().startswith(written)
+
+
+def test_who_writes_the_transcript_has_no_part_in_the_address(scripted):
+    """When the forwarder has ended it may still be writing, and another may take the address."""
+    Trainer(scripted).http.close()  # it has begun to write
+    pid = scripted.process.pid
+    child = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+    opened = [os.readlink(file) for file in Path(f"/proc/{child}/fd").iterdir() if int(file.name) > 2]
+    assert str(scripted.path) in opened
+    assert not [file for file in opened if file.startswith("socket:")]
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
