@@ -972,6 +972,11 @@ def _(update: UpdateInfo, session: Session) -> str:
     return "another export than the chunk before" if is_new else ""
 
 
+def _printable(text: str) -> str:
+    """In one line, whatever a name in it holds: it cannot look like a line of its own, or move a cursor."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _one_line(value: Any) -> str:
     return " ".join(value.split()) if isinstance(value, str) else reprlib.repr(value)
 
@@ -1125,7 +1130,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         rule = self.rule
-        return (
+        return _printable(
             f"{self.at:>5} {self.call:<28} {self.party:<8} {rule.level:<6} {rule.id}: {rule.text}; "
             f"seen: {self.seen} [answered {self.status}; {rule.source}]"
         )
@@ -1340,7 +1345,7 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"
         out(f"  {state:<14} {rule.level:<6} {rule.id}")
     counted = [f for f in findings if strict or f.rule.level == MUST]
-    out(f"{path}: {_sentence(findings, counted, len(lines) - 1)}")
+    out(_printable(f"{path}: {_sentence(findings, counted, len(lines) - 1)}"))
     return 1 if counted else 0
 
 
@@ -1468,6 +1473,7 @@ def main() -> int:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a transcript to judge")
     parser.add_argument("--strict", action="store_true", help="count SHOULD as well")
     options = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if options.file is not None:
         return verdict(options.file, options.strict)
     print(rules_as_markdown())

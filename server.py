@@ -31,7 +31,6 @@ import itertools
 import json
 import logging
 import marshal
-import math
 import os
 import queue
 import re
@@ -1900,9 +1899,9 @@ def load_callable(path: str) -> Callable[[], torch.nn.Module]:
         raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {exc}") from exc
 
 
-def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _at_least(least: float, kind: Callable[[str], Any], most: float = sys.maxsize) -> Callable[[str], Any]:
     def number(text: str) -> Any:
-        if not (value := kind(text)) >= least or value == math.inf:
+        if not least <= (value := kind(text)) <= most:
             raise ValueError
         return value
 
@@ -1929,7 +1928,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--hold-seconds",
-        type=_at_least(0, float),
+        type=_at_least(0, float, 1e6),
         metavar="S",
         help=f"delay each update's answer by S seconds (default 0; with --judge {HOLD_SECONDS})",
     )

@@ -1706,6 +1706,16 @@ def test_findings_that_are_alike_are_counted_after_the_third(tmp_path):
         assert [text.rpartition(": ")[2] for text in refused[shown:]] == more
 
 
+def test_a_name_in_a_verdict_is_no_line_of_its_own(tmp_path):
+    update = GOOD["unpacked"] | {
+        "names": ["a\nnothing found \x1b[2K", "\ud800"],
+        "dtype_names": ["half", "no"],
+    }
+    said, code = said_of(sync_of(update_line(update)), tmp_path)
+    assert code == 1 and all(line.isprintable() for line in said)
+    assert any("a\\nnothing found" in line for line in said)
+
+
 def test_a_verdict_on_updates_that_were_answered_at_once_says_what_does_not_show(tmp_path):
     for seconds, says in [(0.0, True), (0.1, False)]:
         said, code = said_of([HEADER | {"hold_seconds": seconds}, *witnessed({}, {})[1:]], tmp_path)
