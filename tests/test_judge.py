@@ -1707,11 +1707,8 @@ def test_findings_that_are_alike_are_counted_after_the_third(tmp_path):
 
 
 def test_a_name_in_a_verdict_is_no_line_of_its_own(tmp_path):
-    update = GOOD["unpacked"] | {
-        "names": ["a\nnothing found \x1b[2K", "\ud800"],
-        "dtype_names": ["half", "no"],
-    }
-    said, code = said_of(sync_of(update_line(update)), tmp_path)
+    names = {"names": ["a\nnothing found \x1b[2K", "\ud800"], "tensor_sizes": [1, 1]}
+    said, code = said_of(sync_of(update_line(GOOD["packed"] | names), packed=True), tmp_path)
     assert code == 1 and all(line.isprintable() for line in said)
     assert any("a\\nnothing found" in line for line in said)
 
