@@ -178,23 +178,31 @@ SUMS = 16  # of a row, each with weights of its own
 ODD = -7046029254386353131
 
 
-def _of_rows(memory: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A number for each row of all, in their order: of its bytes, each weighted by its place.
+def _of_rows(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A number for each row of all, in their order, in one vector; none where there is no row.
 
-    As a product of matrices, which reads memory once, at its full speed: a product by elements writes twice
-    as much again as it reads. Of int8 it is exact: 4096 products of two bytes stay below 2^31.
+    Its bytes are weighted by their place. As a product of matrices, which reads memory once, at its full
+    speed: a product by elements writes twice what it reads. Of int8 it is exact: 4096 products of two bytes
+    stay below 2^31.
     """
     if not memory:
-        return
-    powers = torch.full((SUMS * ROW,), ODD, device=memory[0].device).cumprod(0)
-    weights = (powers >> 56).to(torch.int8).view(SUMS, ROW).t()
-    for part in memory:
-        aligned = part.clone() if part.data_ptr() % 16 else part
-        rows = aligned.view(torch.int8).view(-1, ROW)
-        if len(rows) <= 16:  # on a GPU torch wants more
-            rows = torch.cat([rows, rows.new_zeros(16, ROW)])
-        sums = torch._int_mm(rows, weights)[: len(part) // ROW]
-        yield (sums * powers[:SUMS]).sum(1)
+        return []
+    powers, weights = _weights(memory[0].device)
+    sums = [torch._int_mm(_as_rows(part), weights)[: len(part) // ROW] for part in memory]
+    return [(torch.cat(sums) * powers).sum(1)]
+
+
+@functools.cache
+def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd numbers for the sums of a row, int64 [SUMS], and for its bytes, int8 [ROW, SUMS]."""
+    powers = torch.full((SUMS * ROW,), ODD, device=device).cumprod(0)
+    return powers[:SUMS].clone(), (powers >> 56).to(torch.int8).view(SUMS, ROW).t()
+
+
+def _as_rows(memory: torch.Tensor) -> torch.Tensor:
+    """Whole rows as int8 [rows, ROW]: aligned, and so many as torch wants on a GPU."""
+    rows = (memory.clone() if memory.data_ptr() % 16 else memory).view(torch.int8).view(-1, ROW)
+    return rows if len(rows) > 16 else torch.cat([rows, rows.new_zeros(16, ROW)])
 
 
 def _weighted(values: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
