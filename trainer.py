@@ -1357,7 +1357,8 @@ class Sync:
             sent = self._send(weights, weight_version)
         except (RankError, ValueError):
             if ranks.rank == 0 and not self.client.left_open:  # no weight was touched
-                resume()
+                with contextlib.suppress(SyncError):
+                    resume()
             raise
         ranks.first("resume", resume)
         return sent
