@@ -301,7 +301,7 @@ class WeightTransferEngine:
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
-        self.awaited = False  # whether somebody else has asked for a start in the open session
+        self.awaited = False  # whether the last call was a start in an open session: somebody else's
         self.taken_over: set[Any] = set()  # exports of a session that was closed for somebody else
         self.learned = Learned()  # from the last good sync
         self.learning = Learned()  # from the open one
@@ -382,6 +382,7 @@ class WeightTransferEngine:
             self._refuse_late(updates)
             openings = self._load(updates, known)
             self.learning.add(text, known or self._known(update_info, updates, layout, openings))
+            self.awaited = False
         count = len(updates[0].rows)
         return f"{count:,} tensor{'s' * (count != 1)}, {_bytes(sum(updates[0].sizes))}, "
 

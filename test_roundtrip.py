@@ -1605,13 +1605,16 @@ def test_a_failed_sync_that_applied_a_chunk_answers_503_until_a_full_one(byte_lm
     ok(complete(byte_lm))
 
 
-@pytest.mark.parametrize("told, served", [(None, False), ("v1", True)], ids=["without a version", "with one"])
-def test_an_update_that_is_closed_while_another_trainer_waits_is_good_if_it_has_a_version(
-    byte_lm, told, served
-):
+@pytest.mark.parametrize("goes_on", [False, True], ids=["", "goes on"])
+@pytest.mark.parametrize("told", [None, "v1"], ids=["without a version", "with one"])
+def test_an_update_that_is_closed_for_a_trainer_that_waits_is_a_mix(byte_lm, told, goes_on):
+    """Closed for it is what ends without a version, right after its start was refused."""
+    served = goes_on or told is not None
     byte_lm.begin()
     ok(byte_lm.update(byte_lm.unpacked(byte_lm.weights)))
     refused(byte_lm.post(START))
+    if goes_on:
+        ok(byte_lm.update(byte_lm.unpacked({})))
     ok(byte_lm.finish(weight_version=told))
     assert (complete(byte_lm).status_code == 200) == served
     ok(byte_lm.post(START))
@@ -2217,7 +2220,7 @@ def kind_arrives(peer, kind, packed):
     strided = kind in STRIDED and not packed
     info = peer.unpacked(weights, torch.Tensor.detach) if strided else peer.info(weights, packed)
     if not accepted(reply := peer.update(info)):
-        unaligned = breaks(peer, RULES["packed.aligned"], info, packed)
+        unaligned = bool(breaks(peer, RULES["packed.aligned"], info, packed))
         peer.should(unaligned, f"{kind} tensors are taken: {reply.text[:200]}")
         peer.recover("A")
         unobservable("the server refuses them" + ", as vLLM does (packed.aligned)" * unaligned)
@@ -2273,6 +2276,7 @@ def _(peer):
 def _(peer, packed):
     """A loan that is renewed, its counters 1 again, is read again: the same body, and other bytes."""
     other, at = peer.other(), peer.at
+    peer.give_up()
     info, exports, write = renewable(peer, peer.of[other], packed)
     for label in (other, at):
         renewed = label == other or all(lent.renew() for lent in exports)
