@@ -25,6 +25,7 @@ import itertools
 import json
 import marshal
 import math
+import operator
 import re
 import reprlib
 import signal
@@ -234,6 +235,8 @@ class UpdateInfo:
             )
             if not (isinstance(dtype, str) and _is_shape(size) and _is_shape(stride) and _is_shape([offset])):
                 continue
+            if max(size, default=0) >= HUGE:
+                continue  # junk: products of numbers of any length take seconds
             layout = (dtype.removeprefix("torch."), tuple(size), tuple(stride))
             if layout not in lengths:
                 lengths[layout] = _contiguous_bytes(*layout)
@@ -246,7 +249,7 @@ class UpdateInfo:
 
 def _contiguous_bytes(dtype: str, size: Sequence[int], stride: Sequence[int]) -> int:
     """The length of a row-major tensor; 0 for others: of strided views extents overlap where bytes do not."""
-    row_major = [math.prod(size[at + 1 :]) for at in range(len(size))]
+    row_major = list(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1]
     if any(n > 1 and a != b for n, a, b in zip(size, stride, row_major, strict=False)):
         return 0
     return min(math.prod(size) * DTYPE_BYTES.get(dtype, 0), HUGE)
@@ -380,13 +383,17 @@ class Session:
 
         `message`: InitInfo, UpdateInfo or None; or an Evidence, for the witness rules.
         """
+        return list(self.breaking(call, message))
+
+    def breaking(self, call: str, message: Any) -> Iterator[Refused]:
+        """The same one by one: who needs the first only does not pay for the others."""
         about = WITNESS_RULES if isinstance(message, Evidence) else MESSAGE_RULES
         rules = about.get(call, [])
         if isinstance(message, UpdateInfo) and message.again:
             rules = [rule for rule in rules if rule.id in SYNC_RULES]
         elif isinstance(message, UpdateInfo) and message.known:
             rules = [rule for rule in rules if rule.id not in LAYOUT_RULES]
-        return [Refused(rule, seen) for rule in rules if (seen := rule.violation(message, self))]
+        return (Refused(rule, seen) for rule in rules if (seen := rule.violation(message, self)))
 
     def settle(self, call: str, message: InitInfo | UpdateInfo | None, ok: bool) -> None:
         """Records how a call that was let in ended."""

@@ -529,7 +529,7 @@ class WeightTransferEngine:
     def _judge(self, call: str, messages: Sequence[Any]) -> None:
         """Raises the first broken rule: MUST always, SHOULD where the server is strict."""
         for worker, message in zip(self.workers, messages, strict=True):
-            for refusal in worker.session.broken_rules(call, message):
+            for refusal in worker.session.breaking(call, message):
                 if self.strict or refusal.rule.level == protocol.MUST:
                     raise refusal
                 log.warning("let in against a SHOULD: %.1000s", refusal)

@@ -64,7 +64,7 @@ PHASES = {
     "server": {
         "parse": ["server.Request.json"],
         "decode": ["ipc_codec.decode_handles"],
-        "rules": ["protocol.Session.broken_rules"],
+        "rules": ["server.WeightTransferEngine._judge"],
         "check": ["server.Worker.check", "ipc_codec.check_memory"],
         "open": ["server.Worker.open"],
         "copy": ["server.Worker.copy", "server.Worker.synchronize"],

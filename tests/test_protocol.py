@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,26 @@ def test_numbers_longer_than_python_prints_are_judged(mode):
     args = (handles if mode == "packed" else handles[0])[UUID]
     args[1:4], args[8:10] = [[huge] * 64, [1] * 64, huge], [huge, huge]
     assert broken(mode, shown(update))
+
+
+def lent_with_sizes(*sizes):
+    """An update whose handles have these sizes, and strides 1."""
+    handles = [{UUID: described("uint8", [4], 4, 0)} for _ in sizes]
+    for handle, size in zip(handles, sizes, strict=True):
+        handle[UUID][1:3] = size, [1] * len(size)
+    return UpdateInfo(names=["w"] * len(sizes), handles=handles)
+
+
+def test_sizes_of_thousands_of_bits_are_not_multiplied():
+    assert lent_with_sizes([2**64 - 1]).extents and not lent_with_sizes([2**64]).extents
+
+
+def test_many_sizes_are_multiplied_once():
+    """Of thousands of layouts, that is: each is one pass over its sizes."""
+    update = lent_with_sizes(*([at, *[1 << 63] * 63] for at in range(4000)))
+    began = time.process_time()
+    assert not update.extents
+    assert time.process_time() - began < 0.5
 
 
 # --- Sequence
