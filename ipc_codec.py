@@ -563,7 +563,7 @@ class _PickleReader:
         self.at += 2
 
     def get(self) -> None:
-        self.push(self.memo[self.payload[self.at]])
+        self.push_again(self.memo[self.payload[self.at]])
         self.at += 1
 
     def memoize(self) -> None:
@@ -574,6 +574,14 @@ class _PickleReader:
         if self.containers_left < 0:
             raise HandleError("the pickle makes more lists, dicts and tuples than handles of its length have")
         self.push(value)
+
+    def push_again(self, value: Any) -> None:
+        """From the memo. Two bytes can say a list or a dict again: it counts again, with all that is in it."""
+        if type(value) in (list, dict):
+            self.containers_left -= len(value)
+            self.push_container(value)
+        else:
+            self.push(value)
 
     def pop(self, count: int) -> list[Any]:
         return self.pop_from(len(self.stack) - count)
@@ -661,7 +669,7 @@ _STEPS: dict[str, Callable[[_PickleReader], None]] = {
     "BINPUT": lambda r: r.put(r.number(1)),
     "LONG_BINPUT": lambda r: r.put(r.number(4)),
     "BINGET": _PickleReader.get,
-    "LONG_BINGET": lambda r: r.push(r.memo[r.number(4)]),
+    "LONG_BINGET": lambda r: r.push_again(r.memo[r.number(4)]),
     "GLOBAL": lambda r: r.push_global(r.line(), r.line()),
     "STACK_GLOBAL": lambda r: r.push_global(*r.pop(2)),
     "REDUCE": lambda r: r.reduce(),
@@ -891,13 +899,15 @@ def _length(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> i
 def check_memory(exports: Iterable[IpcArgs], device: torch.device | str) -> None:
     """What of `check_exports` may have another answer the next time: the files are there. HandleError."""
     ours, lent = _device(device), [args for args in exports if args.storage_size_bytes]
-    files = {args.ref_counter_handle: COUNTER_FILE_BYTES for args in lent}
+    files: dict[bytes, int] = {}
     storages = {(args.storage_handle, args.storage_offset_bytes, args.storage_size_bytes) for args in lent}
     for handle, offset, size in storages:
         _check_storage(handle, offset, ours)
         if ours.type == "cpu":
             name = handle[len(CPU_MARK) :]
             files[name] = max(files.get(name, 0), HEADER_BYTES + size)
+    for name in {args.ref_counter_handle for args in lent}:
+        _check_file(name, COUNTER_FILE_BYTES, COUNTER_FILE_BYTES)  # a longer one holds something else
     for name, size in files.items():
         _check_file(name, size)
 
@@ -919,9 +929,9 @@ def _check_storage(handle: bytes, offset: int, ours: torch.device) -> None:
         raise HandleError(f"the storage_handle is {_seen(handle)}; it is a version byte, 'c' and 64 bytes")
 
 
-def _check_file(name: bytes, size: int) -> None:
+def _check_file(name: bytes, size: int, most: float = math.inf) -> None:
     try:
-        there = os.lstat(os.fsencode(SHM) + name).st_size >= size  # a link is seen as itself: too small
+        there = size <= os.lstat(os.fsencode(SHM) + name).st_size <= most  # a link is itself: too small
     except OSError:
         there = False
     if not there:
@@ -986,12 +996,16 @@ def counter_at(counters: bytes, slot: int) -> int | None:
 
 
 def _count(counters: Iterable[_Counter], by: int) -> None:
-    """Adds to each counter, as torch does; nothing where its file is gone. A loan has one writer."""
+    """Adds to each counter, as torch does; nothing where its file is gone, or is none of counters any more.
+
+    A loan has one writer.
+    """
     slots: dict[bytes, list[int]] = {}
     for counter in counters:
         slots.setdefault(counter.name, []).append(counter.slot)
     for name, mine in slots.items():
-        with contextlib.suppress(OSError), _lock:
+        # ValueError, IndexError: the file was cut; OverflowError: the counter is at its least.
+        with contextlib.suppress(OSError, ValueError, IndexError, OverflowError), _lock:
             file = _open_shm(name)
             try:
                 values = array.array("q", os.pread(file, 8 * SLOTS, HEADER_BYTES))

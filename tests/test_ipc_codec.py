@@ -929,9 +929,10 @@ def test_sizes_that_overflow_are_refused(counter_file):
 
 
 def test_a_counter_file_must_be_whole_and_a_file(counter_file):
-    counter_file.write_bytes(bytes(ipc_codec.COUNTER_FILE_BYTES - 1))
-    with pytest.raises(HandleError, match="of 80064 bytes"):
-        ipc_codec.check_exports([good_args()], "cuda:0")[0]
+    for wrong in (-1, 1):  # a longer one is no counter file: it may be somebody's weights
+        counter_file.write_bytes(bytes(ipc_codec.COUNTER_FILE_BYTES + wrong))
+        with pytest.raises(HandleError, match="of 80064 bytes"):
+            ipc_codec.check_exports([good_args()], "cuda:0")[0]
     counter_file.unlink()
     counter_file.symlink_to("/proc/kcore")
     with pytest.raises(HandleError, match="of 80064 bytes"):
@@ -1154,6 +1155,8 @@ def doubled(levels: int) -> bytes:
         + b"h\x00" * 5000
         + b"e",
         b"](" + b"(" + b"N" * 5000 + b"t\x94" + b"h\x00" * 5000 + b"e",
+        b"](}\x94(\x8c\x01aN\x8c\x01bN\x8c\x01cNu" + b"h\x00" * 5000 + b"e",
+        b"](}\x94(\x8c\x01aN\x8c\x01bN\x8c\x01cNu" + b"j\0\0\0\0" * 5000 + b"e",
         b"]\x94h\x00a",
         b"]\x94(h\x00h\x00h\x00e",
         b"]}\x94\x8c\x01ah\x00sa",
@@ -1493,6 +1496,20 @@ def test_counters_of_several_files_are_counted_and_one_that_is_gone_is_passed_ov
     assert values()[2:5] == (0, 1, 0) and not os.path.exists("/dev/shm/torch_1_2_3")
     ipc_codec._count([], 1)
     assert sum(values()) == 1
+
+
+@pytest.mark.parametrize("length", [64 + 8 * 3, 64 + 8 * 3 + 5, 0], ids=["cut", "cut in a word", "empty"])
+def test_a_counter_that_cannot_be_counted_is_passed_over(counters, length):
+    """A finalizer counts: what it raised Python would print, and nobody could catch."""
+    name, values = counters
+    path = Path("/dev/shm" + name.decode())
+    with path.open("r+b") as file:
+        file.write(struct.pack("<q", -(1 << 63)).rjust(72, b"\0"))
+    ipc_codec._count([ipc_codec._Counter(name, 0)], -1)
+    assert values()[0] == -(1 << 63)
+    os.truncate(path, length)
+    ipc_codec._count([ipc_codec._Counter(name, 3)], -1)
+    assert path.stat().st_size == length
 
 
 def test_settle_takes_many_and_settles_each_once(counters):
