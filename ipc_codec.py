@@ -576,7 +576,7 @@ class _PickleReader:
         self.push(value)
 
     def push_again(self, value: Any) -> None:
-        """From the memo. Two bytes can say a list or a dict again: it counts again, with all that is in it."""
+        """From the memo: a list or a dict, which two bytes can say again, counts again with what is in it."""
         if type(value) in (list, dict):
             self.containers_left -= len(value)
             self.push_container(value)

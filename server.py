@@ -21,6 +21,7 @@ import argparse
 import base64
 import contextlib
 import ctypes
+import email.errors
 import gc
 import http.client
 import http.server
@@ -65,12 +66,16 @@ BODY_SECONDS = 60  # a body that pauses for longer than this is given up
 SLOWEST = 1 << 20  # and one that brings fewer bytes a second, after that time
 MAX_CONNECTIONS = 900  # each is a thread and a descriptor, of which a process has 1,024 by default
 MAX_BODY_BYTES = 1 << 30
+MAX_HELD_BYTES = 4 << 30  # of all bodies at once; one alone is let in whatever --max-body-bytes lets pass
+SMALL_BODY = 1 << 20  # up to this a body is not counted: MAX_CONNECTIONS of them are little
 QUEUE_SECONDS = 300  # a completion that is queued by pause(keep), or a pause that waits for completions
 HOLD_SECONDS = 0.1  # with --judge an update is answered so late: who does not wait is caught in the act
 KNOWN_BYTES = 1 << 26  # of bodies that are remembered until the next sync
 MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
 LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
-MAX_MESSAGE = 1000  # characters: what was refused is not sent back whole
+MAX_MESSAGE = 1000  # characters: what was refused is not sent back whole, nor logged
+MAX_COMPLETIONS = 600  # that run or are queued; the rest of MAX_CONNECTIONS is the trainer's
+MAX_PROMPT = 1 << 20  # tokens of a request's prompts, before anybody knows the model's context
 MAX_ROWS = 1024  # sequences of one completion: prompts times n
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
 ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
@@ -148,9 +153,10 @@ class Worker:
     def make_model(self, model: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         try:
             return model().requires_grad_(False).eval().to(self.place)
-        except (TypeError, AttributeError) as exc:
+        except (Exception, SystemExit) as exc:
+            seen = f"{type(exc).__name__}: {exc}"
             raise ValueError(
-                f"the model is no callable that gives a module without arguments: {exc}"
+                f"the model is no callable that gives a module without arguments: {seen}"
             ) from exc
 
     def check(self, update: UpdateInfo) -> Opening:
@@ -767,17 +773,14 @@ class App:
         self.changed = threading.Condition(self.lock)  # of `paused` or `running`
         self.paused: str | None = None  # the mode, while paused
         self.running = 0  # completions
+        self.asked = 0  # those, and the queued ones
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Station 7. The envelope is judged first (400), then the session and the content (500)."""
-        url = _split(target)
-        if refusal := of_a_web_page(headers):
+        if refusal := self.refusal(method, target, headers):
             return refusal
-        wanted, handler = ROUTES.get(url.path, ("", None))
-        if handler is None:
-            return Reply(404, {"detail": "Not Found"})
-        if method != wanted:
-            return Reply(405, {"detail": "Method Not Allowed"}, {"allow": wanted})
+        url = _split(target)
+        _wanted, handler = ROUTES[url.path]
         began = time.monotonic()
         request = Request(
             headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query, True))
@@ -790,8 +793,19 @@ class App:
                 self.engine.witness.write(url.path[1:], request.parsed, reply, began)
         if reply.status == 200:
             took = f"{1e3 * (time.monotonic() - began):.1f} ms"
-            log.info("%s: %s%s, version %s", url.path[1:], request.said, took, self.engine.weight_version)
+            log.info("%s: %s%s, version %.100s", url.path[1:], request.said, took, self.engine.weight_version)
         return reply
+
+    def refusal(self, method: str, target: str, headers: Mapping[str, str]) -> Reply | None:
+        """What is answered whatever the body is: then nobody reads it."""
+        wanted, handler = ROUTES.get(_split(target).path, ("", None))
+        if refusal := of_a_web_page(headers):
+            return refusal
+        if handler is None:
+            return Reply(404, {"detail": "Not Found"})
+        if method != wanted:
+            return Reply(405, {"detail": "Method Not Allowed"}, {"allow": wanted})
+        return None
 
     def _perform(self, handler: Handler, call: str, request: Request) -> Reply:
         """The handler's reply, or the one that vLLM gives to what it raises."""
@@ -879,6 +893,17 @@ class App:
 
     def completions(self, call: str, request: Request) -> Reply:
         asked = Asked.from_json(request.json(), self.engine.model_name)
+        with self.changed:
+            if self.asked >= MAX_COMPLETIONS:
+                raise Unavailable(f"{self.asked} completions run or are queued; try again")
+            self.asked += 1
+        try:
+            return self._complete(asked)
+        finally:
+            with self.changed:
+                self.asked -= 1
+
+    def _complete(self, asked: Asked) -> Reply:
         with self.changed:
             self._await_resume()
             if self.paused is not None:
@@ -1013,7 +1038,10 @@ class Asked:
         many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
         if many and len(prompt) > MAX_ROWS:
             raise BadRequest(f"there are {len(prompt)} prompts; {MAX_ROWS} sequences at most", "body.prompt")
-        prompts = [_token_ids(one) for one in (prompt if many else [prompt])]
+        prompts = prompt if many else [prompt]
+        if (total := sum(len(one) for one in prompts if isinstance(one, (str, list)))) > MAX_PROMPT:
+            raise BadRequest(f"the prompt has {total:,} tokens; {MAX_PROMPT:,} at most", "body.prompt")
+        prompts = [_token_ids(one) for one in prompts]
         return cls(
             prompts,
             model,
@@ -1178,6 +1206,14 @@ def _error(status: int, kind: str, message: str, param: str | None) -> Reply:
     return Reply(status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+class OneLine(logging.Formatter):
+    """A short line a message: names and versions are a stranger's, and may hold a terminal's codes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = " ".join(super().formatMessage(record)[:MAX_MESSAGE].split())
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 def _bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
@@ -1209,6 +1245,14 @@ class Patience(io.RawIOBase):
             self.connection.settimeout(IDLE_SECONDS)  # of writes
 
 
+DEFECTS = (  # of a head; what follows such a line the parser drops, and an Origin may be in it
+    email.errors.MissingHeaderBodySeparatorDefect,
+    email.errors.FirstHeaderLineIsContinuationDefect,
+    email.errors.MisplacedEnvelopeHeaderDefect,
+    email.errors.InvalidHeaderDefect,
+)
+
+
 class Connection(http.server.BaseHTTPRequestHandler):
     """HTTP/1.1 with keep-alive: reads a request, hands it to `App.answer`, writes the reply at once."""
 
@@ -1226,16 +1270,34 @@ class Connection(http.server.BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self.patience.wait(IDLE_SECONDS, HEAD_SECONDS)
+        self.expects = False
         super().handle_one_request()
 
     def serve(self) -> None:
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        body = self._read_body()
-        if isinstance(body, Reply):
-            self._write(body, close=True)
-            return
-        reply = self.app.answer(self.command, self.path, headers, body)
+        """What can be refused by the head alone is refused before the body is read, and asked for."""
+        self.began = time.monotonic()
+        length = self._length()
+        if isinstance(length, Reply):
+            self._give_up(length)
+        elif refusal := self.refusal():
+            self._pass_over(length, refusal)
+        else:
+            with self.server.room(length) as there:  # type: ignore[attr-defined]
+                if there:
+                    self.reply(self._read_body(length))
+                else:
+                    full = "the bodies of other requests fill the server's memory; try again"
+                    self._give_up(_error(503, "ServiceUnavailableError", full, None))
+
+    def refusal(self) -> Reply | None:
+        return self.app.refusal(self.command, self.path, self._lowered())
+
+    def reply(self, body: bytes) -> None:
+        reply = self.app.answer(self.command, self.path, self._lowered(), body)
         self._write(reply, close=reply.status >= 500)
+
+    def _lowered(self) -> dict[str, str]:
+        return {name.lower(): value for name, value in self.headers.items()}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # whatever the method: the routes know which is right
@@ -1246,9 +1308,14 @@ class Connection(http.server.BaseHTTPRequestHandler):
         """For what http.server itself finds wrong: a broken request line, headers without end."""
         self._write(Reply(code, {"detail": message or "Bad Request"}), close=True)
 
-    def _read_body(self) -> bytes | Reply:
-        """The whole body, or the refusal of one that cannot be read."""
+    def _length(self) -> int | Reply:
+        """The body's; or the refusal of one that cannot be read, or that another reader may see elsewhere."""
         length = self.headers.get("content-length", "0")
+        if any(isinstance(defect, DEFECTS) for defect in self.headers.defects):
+            return _error(400, "Bad Request", "a header line is none", None)
+        for name in ("content-length", "host", "origin"):
+            if len({*self.headers.get_all(name, [])}) > 1:
+                return _error(400, "Bad Request", f"there are two values of {name}", None)
         if "transfer-encoding" in self.headers:
             return _error(411, "Length Required", "send a content-length, not a chunked body", None)
         if not re.fullmatch(r"\d{1,18}", length):
@@ -1256,11 +1323,43 @@ class Connection(http.server.BaseHTTPRequestHandler):
         if int(length) > (most := self.app.max_body_bytes):
             message = f"the body has {int(length):,} bytes, the server reads {most:,} (--max-body-bytes)"
             return _error(413, "Content Too Large", message, None)
-        self.patience.wait(BODY_SECONDS, BODY_SECONDS + int(length) / SLOWEST)
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        return int(length)
+
+    def _read_body(self, length: int) -> bytes:
+        self._expect(length)
+        body = self.rfile.read(length)
+        if len(body) < length:
             raise ConnectionAbortedError("the client hung up in mid-body")
         return body
+
+    def _expect(self, length: int) -> None:
+        """The body may come now."""
+        if self.expects:  # the client waits for this before it sends the body
+            self.send_response_only(100)
+            self.end_headers()
+            self.wfile.flush()
+        self.patience.wait(BODY_SECONDS, BODY_SECONDS + length / SLOWEST)
+
+    def _pass_over(self, length: int, reply: Reply) -> None:
+        """Answers when the body has been dropped; at once where the client asks first."""
+        if self.expects:
+            self._give_up(reply)
+            return
+        self._expect(length)
+        while length:
+            length -= len(piece := self.rfile.read(min(length, 1 << 16)))
+            if not piece:
+                raise ConnectionAbortedError("the client hung up in mid-body")
+        self._write(reply, close=False)
+
+    def _give_up(self, reply: Reply) -> None:
+        """Answers, and closes: what of the body still comes is dropped, or the client would see a reset."""
+        self._write(reply, close=True)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.patience.wait(IDLE_SECONDS, IDLE_SECONDS)
+            while self.rfile.read1(1 << 16):
+                pass
 
     def _write(self, reply: Reply, close: bool) -> None:
         content = b"" if reply.body is None else json.dumps(reply.body, separators=(",", ":")).encode()
@@ -1278,8 +1377,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def handle_expect_100(self) -> bool:
-        super().handle_expect_100()
-        self.wfile.flush()  # the client waits for it before it sends the body
+        self.expects = True  # answered when the body is wanted
         return True
 
     def handle(self) -> None:
@@ -1293,6 +1391,21 @@ class Connection(http.server.BaseHTTPRequestHandler):
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # what comes in a burst beyond it would be tried again after a second
+    held = 0  # bytes of bodies
+    lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def room(self, length: int) -> Iterator[bool]:
+        """Whether there is room for a body, which is held while the block runs."""
+        counted = length if length > SMALL_BODY else 0
+        with self.lock:
+            there = not counted or not self.held or self.held + counted <= MAX_HELD_BYTES
+            self.held += counted * there
+        try:
+            yield there
+        finally:
+            with self.lock:
+                self.held -= counted * there
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """One too many is closed at once: out of descriptors, the loop that accepts would spin."""
@@ -1467,21 +1580,18 @@ class Relay(Connection):
     upstream: socket.socket | None = None
     answered_at = 0.0
 
-    def serve(self) -> None:
-        began = time.monotonic()
-        body = self._read_body()
-        refusal = of_a_web_page({name.lower(): value for name, value in self.headers.items()})
+    def refusal(self) -> Reply | None:
+        """Which routes there are the server knows."""
+        return of_a_web_page(self._lowered())
+
+    def reply(self, body: bytes) -> None:
         call = _split(self.path).path[1:]
-        if isinstance(body, Reply):
-            self._write(body, close=True)
-        elif refusal:
-            self._write(refusal, close=False)
-        elif self.command == "POST" and call in protocol.CALLS:
-            self._sync_call(call, body, began)
+        if self.command == "POST" and call in protocol.CALLS:
+            self._sync_call(call, body)
         else:
             self._other_call(body)
 
-    def _sync_call(self, call: str, body: bytes, began: float) -> None:
+    def _sync_call(self, call: str, body: bytes) -> None:
         """Between the answer and its passing on there is nothing but a look at the counters."""
         looks = call in ("start_weight_update", "update_weights", "finish_weight_update")
         before = self.forward.look() if looks else {}
@@ -1495,7 +1605,7 @@ class Relay(Connection):
         ended = time.monotonic()
         after = self.forward.look() if call in ("update_weights", "finish_weight_update") else {}
         content_type = self.headers.get("content-type", "")
-        said = Said(call, content_type, body, status, content, began, ended, before, after)
+        said = Said(call, content_type, body, status, content, self.began, ended, before, after)
         self.forward.heard.put(said)  # in the order of the answers
         more = [("content-length", str(len(content)))]
         self._write_head(status, reason, headers, more, close=status >= 500)
@@ -1896,8 +2006,9 @@ def load_callable(path: str) -> Callable[[], torch.nn.Module]:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {exc}") from exc
+    except (Exception, SystemExit) as exc:  # whatever a module does while it is imported
+        seen = f"{type(exc).__name__}: {exc}"
+        raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {seen}") from exc
 
 
 def _at_least(least: float, kind: Callable[[str], Any], most: float = sys.maxsize) -> Callable[[str], Any]:
@@ -2041,7 +2152,8 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     options = build_parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO)
+    logging.root.handlers[0].setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
     sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
     made = ""
     if options.judge is not None:

@@ -43,9 +43,20 @@ from hypothesis.configuration import set_hypothesis_home_dir
 import ipc_codec
 import server
 import trainer
-from protocol import CALLS, GATE, SAID, merge_handles
+from protocol import CALLS, GATE, SAID, Refused, UpdateInfo, merge_handles
 from server import App, Reply
-from test_roundtrip import Client, Server, bits, both_modes, digests, needs_cuda, noise, refused, with_args
+from test_roundtrip import (
+    Client,
+    Server,
+    bits,
+    both_modes,
+    digests,
+    needs_cuda,
+    noise,
+    ok,
+    refused,
+    with_args,
+)
 
 JSON = {"content-type": "application/json"}
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
@@ -151,6 +162,50 @@ def test_a_completion_has_so_many_rows_and_no_more(prompts, n):
     if prompts <= 1024:
         body = {"prompt": [[97]] * prompts, "n": 1024 // prompts}
         assert post(app_on(), "/v1/completions", body).status == 503  # there are no weights yet
+
+
+@pytest.mark.parametrize("prompt", ["a" * (1 << 20) + "b", ["a" * 1025] * 1024, [97] * ((1 << 20) + 1)])
+def test_a_prompt_that_fits_no_context_is_refused_before_it_is_read(prompt):
+    reply = post(app_on(), "/v1/completions", {"prompt": prompt})
+    assert (reply.status, reply.body["error"]["param"]) == (400, "body.prompt")
+    assert "at most" in reply.body["error"]["message"]
+
+
+def test_completions_that_are_queued_leave_room_for_the_trainer(monkeypatch):
+    monkeypatch.setattr(server, "MAX_COMPLETIONS", 2)
+    app = app_on(model=Tiny)
+    asked = {"prompt": "a", "max_tokens": 1}
+    assert post(app, "/pause?mode=keep").status == 200
+    with ThreadPoolExecutor(3) as pool:
+        queued = [pool.submit(post, app, "/v1/completions", asked) for _ in range(2)]
+        assert until(lambda: app.asked == 2, 5)
+        refusal = pool.submit(post, app, "/v1/completions", asked)
+        try:
+            assert refusal.result(5).status == 503 and "queued" in refusal.result().body["error"]["message"]
+        finally:
+            post(app, "/resume")
+        assert [reply.result().status for reply in queued] == [200, 200]
+    assert post(app, "/v1/completions", asked).status == 200
+
+
+def test_the_first_broken_rule_ends_the_judging():
+    """Rules are passes over all handles: who breaks many gets no more of the server's time."""
+    engine = app_on().engine
+    engine.start_weight_update()
+    update = UpdateInfo(["w", "w"], ["float32"], [[3]], "text", handles=[{}])
+    with pytest.raises(Refused, match=r"update\.lengths"):
+        engine._judge("update_weights", [update])
+    assert "labelled" not in vars(update)
+
+
+def test_whatever_a_model_raises_is_said_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for at, raises in enumerate(["1 / 0", "raise KeyError('text')", "raise SystemExit('text')"]):
+        (tmp_path / f"raises{at}.py").write_text(raises)
+        with pytest.raises(ValueError, match=r"MODULE:CALLABLE.*(division|text)"):
+            server.load_callable(f"raises{at}:model")
+        with pytest.raises(ValueError, match=r"without arguments.*(division|text)"):
+            app_on(model=functools.partial(exec, raises))
 
 
 def test_json_of_many_values_is_refused_before_it_is_read():
@@ -846,6 +901,95 @@ def test_a_body_over_the_limit_is_413_before_it_is_read(impatient, length):
         answered = bool(select.select([sock], [], [], 0.5)[0])
         assert answered == (length > 1 << 30)
         assert not answered or sock.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def held(running: Server) -> int:
+    """The server's memory, in bytes."""
+    [kib] = re.findall(r"VmRSS:\s*(\d+)", Path(f"/proc/{running.process.pid}/status").read_text())
+    return int(kib) << 10
+
+
+def test_a_body_that_nobody_reads_is_not_kept(impatient):
+    before = held(impatient)
+    with connect(impatient, b"POST /nothing HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (1 << 26)) as sock:
+        sock.sendall(bytes((1 << 26) - 1))
+        assert held(impatient) < before + (1 << 25)
+        sock.sendall(b"\0")
+        assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
+
+
+def test_bodies_have_a_limit_together_and_small_ones_are_none_of_them(impatient):
+    large = HEAD + b"content-length: %d\r\n\r\n" % (1 << 30)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connect(impatient, large))
+        assert until(lambda: status_of(impatient, large) == 503, 2)
+        asks = large.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n")
+        assert status_of(impatient, asks) == 503
+        [*_, text] = said_to(impatient, HEAD + b"content-length: 9000000\r\n\r\n" + bytes(9_000_000)).split(
+            b"\r\n"
+        )
+        error = json.loads(text)["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["code"] == 503
+        small = HEAD + b"content-type: application/json\r\ncontent-length: 1048576\r\n\r\n" + bytes(1 << 20)
+        assert status_of(impatient, small) == 400
+    assert until(lambda: status_of(impatient, large) is None, 5)
+
+
+def status_of(running: Server, sent: bytes) -> int | None:
+    """The first status that comes back; None where none comes at once."""
+    with connect(running, sent) as sock:
+        return int(sock.recv(12)[9:]) if select.select([sock], [], [], 0.3)[0] else None
+
+
+EXPECTING = b"expect: 100-continue\r\ncontent-length: 5\r\n"
+NOT_WANTED = {
+    403: HEAD + b"origin: http://x\r\n" + EXPECTING,
+    404: b"POST /nothing HTTP/1.1\r\n" + EXPECTING,
+    405: b"PUT /resume HTTP/1.1\r\n" + EXPECTING,
+    413: HEAD + EXPECTING.replace(b"5", b"1073741825"),
+    100: HEAD + EXPECTING,
+}
+
+
+@pytest.mark.parametrize("status", NOT_WANTED)
+def test_a_body_is_asked_for_where_it_is_wanted_only(impatient, status):
+    assert status_of(impatient, NOT_WANTED[status] + b"\r\n") == status
+
+
+RESUME, SECOND = b"POST /resume HTTP/1.1\r\nhost: x\r\n", b"POST /start_weight_update HTTP/1.1\r\n\r\n"
+TWO_READINGS = {
+    "two lengths": RESUME + b"content-length: 0\r\ncontent-length: %d\r\n\r\n" % len(SECOND),
+    "a space before the colon": RESUME + b"content-length : %d\r\n\r\n" % len(SECOND),
+    "no header's name": RESUME + b": x\r\n\r\n",
+    "an origin after what is no header": RESUME + b"x y: 1\r\norigin: http://x\r\n\r\n",
+    "an origin as a continuation": RESUME.replace(b"host: x", b" x") + b"\r\n",
+    "two origins": RESUME + b"origin: http://x\r\norigin: http://127.0.0.1\r\n\r\n",
+    "two hosts": RESUME + b"host: y\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("head", TWO_READINGS.values(), ids=TWO_READINGS)
+def test_a_head_that_can_be_read_in_two_ways_is_400_and_nothing_after_it_is_read(impatient, head):
+    received = said_to(impatient, head + SECOND)
+    assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in received
+
+
+@pytest.mark.parametrize("more", [b"content-length: 0\r\ncontent-length: 0", b"content-type: multipart/x"])
+def test_a_head_that_says_one_thing_twice_or_what_nobody_reads_is_fine(impatient, more):
+    assert said_to(impatient, RESUME + more + b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_log_has_a_short_line_a_call_whatever_a_version_holds(impatient):
+    client, before = Client(impatient), len(impatient.stderr())
+    for version in ("v\n2026-01-01 00:00:00,000 ERROR forged\x1b[31m", "v" * 1_000_000):
+        ok(client.post("/update_weight_version", {"new_version": version}))
+        ok(client.init())
+    refused(client.post("/start_draft_weight_update"))
+    ok(client.post("/update_weight_version", {"new_version": "default"}))
+    lines = impatient.stderr()[before:].splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) < 1100 and "\x1b" not in "".join(lines)
 
 
 RAW = [
