@@ -245,9 +245,14 @@ def _seen(value: object) -> str:
 def wire_form(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as its bytes travel: detached, conj and neg resolved, contiguous; no copy where it already is.
 
-    Raises HandleError as `dense` does.
+    Raises HandleError as `dense` does, and where there is no memory for the copy.
     """
-    return dense(tensor).resolve_conj().resolve_neg().contiguous()
+    try:
+        return dense(tensor).resolve_conj().resolve_neg().contiguous()
+    except RuntimeError as exc:  # torch's, of any allocator
+        count = tensor.numel() * tensor.itemsize
+        why = str(exc).split("\n", 1)[0]
+        raise HandleError(f"its {count:,} bytes cannot be laid side by side: {why}") from exc
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,7 @@ MAX_SECONDS = 1e6  # eleven days; sums of a few are still what every clock has
 START_WAIT = 30.0  # seconds that another trainer is given to end its update
 PACKED_BUFFER_SIZE_BYTES = 1 << 30  # vLLM's default
 SERVER_START_SECONDS = 60.0
+MAX_REASON = 2000  # characters of an error message that are repeated; server.py's have 1000
 GRACE = 5.0  # seconds by which the other ranks outwait rank 0, so that it can say why it gave up
 
 
@@ -134,13 +135,16 @@ def sample(client: HTTPWeightSyncClient, seed: int) -> Rollouts:
     asked = {"prompt": PROMPTS, "n": GROUP, "max_tokens": MAX_TOKENS, "logprobs": 0, "seed": seed}
     answer = client.call("v1/completions", asked)
     try:
-        return Rollouts(
-            [list(prompt.encode()) for prompt in PROMPTS for _ in range(GROUP)],
-            torch.tensor([choice["token_ids"] for choice in answer["choices"]]),
-            torch.tensor([choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]),
-            answer["weight_version"],
-        )
-    except (KeyError, TypeError, ValueError) as exc:
+        prompts = [list(prompt.encode()) for prompt in PROMPTS for _ in range(GROUP)]
+        tokens = torch.tensor([choice["token_ids"] for choice in answer["choices"]])
+        logprobs = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in answer["choices"]])
+        shapes = list(tokens.shape), list(logprobs.shape)
+        if shapes != ([len(prompts), MAX_TOKENS],) * 2 or not logprobs.is_floating_point():
+            raise ValueError(f"they are {shapes}")
+        if tokens.dtype != torch.long or tokens.min() < 0 or tokens.max() > 255:
+            raise ValueError("a token is no byte")
+        return Rollouts(prompts, tokens, logprobs, answer["weight_version"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as exc:  # the last: older torch's, of 2**70
         raise SyncError(
             f"v1/completions: the server answered without tokens and log-probabilities: {exc!r}"
         ) from None
@@ -295,12 +299,15 @@ class HTTPWeightSyncClient:
 
     def world_size(self) -> int:
         """The number of the server's workers."""
-        return self._request("GET", "get_world_size").get("world_size", 0)
+        size = self._request("GET", "get_world_size").get("world_size", 0)
+        if type(size) is not int:
+            raise SyncError("get_world_size: the server answered without a number")
+        return size
 
     def checksums(self) -> dict[str, str]:
         """sha256 of each parameter the server holds, by `dp0:pp0:pcp0:tp0:<name>`."""
         checksums = self.call("weight_checker", {"action": "checksum"}).get("checksums")
-        if not isinstance(checksums, dict):
+        if not isinstance(checksums, dict) or not all(isinstance(value, str) for value in checksums.values()):
             raise SyncError("weight_checker: the server answered without checksums")
         return checksums
 
@@ -336,7 +343,7 @@ class HTTPWeightSyncClient:
             )
         try:
             answer = reply.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise SyncError(f"{path}: the server answered {reply.status_code} without a JSON object")
@@ -407,9 +414,15 @@ def _encoded(update_info: Mapping[str, Any]) -> dict[str, Any]:
 def _reason(reply: requests.Response) -> str:
     """What the server says is wrong: vLLM's error message, or the start of what it sent."""
     try:
-        return reply.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return " ".join(reply.text.split())[:200] or "(empty)"
+        said = str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        said = reply.content[:200].decode(errors="replace")
+    return _one_line(said) or "(empty)"
+
+
+def _one_line(said: str) -> str:
+    """A stranger's words, for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(said[:MAX_REASON].split()))
 
 
 # --- The ranks: processes that take part in a sync ----------------------------------------------------
@@ -1039,7 +1052,8 @@ def new_buffer(weights: Weights, packed_buffer_size_bytes: int, device: Device =
 
 
 def _capacity(weights: Weights, room: int) -> int:
-    return max(1, min(room, sum(weight.nbytes for weight in weights.values())))
+    # Not nbytes, which a sparse tensor has not: the plan refuses it by its name.
+    return max(1, min(room, sum(weight.numel() * weight.itemsize for weight in weights.values())))
 
 
 def _is_sharded(weight: Tensor) -> bool:
@@ -1199,7 +1213,8 @@ def verify(
         again = ranks.first("verify again", client.checksums)
         if again != held:
             differ = sorted(key for key in held.keys() | again.keys() if held.get(key) != again.get(key))
-            raise SyncError(f"the same weights gave other checksums the second time: {differ[0]}")
+            first = _one_line(differ[0])
+            raise SyncError(f"the same weights gave other checksums the second time: {first}")
         return f"the server holds other names; sent twice, its {len(held)} checksums are the same"
     wrong = [name for name, weight in weights.items() if by_name[name] != {ipc_codec.checksum(_full(weight))}]
     if wrong:

@@ -271,6 +271,8 @@ class FakeConnection(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         self.reply(self.fake.answer(Seen(self.path, body, self.headers.get("content-type"), self.number)))
 
+    do_GET = do_POST
+
     def reply(self, answer: Any) -> None:
         answer = Answer(0, b"", cut=0, then=answer) if isinstance(answer, str) else answer
         body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
@@ -480,6 +482,70 @@ def test_a_bad_answer_is_one_sync_error_with_the_reason_and_nothing_is_retried(
     assert caught.value.status == status
     assert reason in str(caught.value) and str(caught.value).startswith(path[1:] + ": ")
     assert "\n" not in str(caught.value)
+
+
+STRANGE = {  # the answer, and what the error says of it
+    "nested": (Answer(500, b"[" * 100_000), "answered 500: " + "[" * 200),
+    "nested, with 200": (Answer(200, b"[" * 100_000), "answered 200 without a JSON object"),
+    "long": (Answer(500, {"error": {"message": "A" * 3_000_000}}), "answered 500: " + "A" * 2000),
+    "of control codes": (Answer(500, {"error": {"message": "a\x1b[2J\nb"}}), "answered 500: a?[2J b"),
+    "of no text": (Answer(500, {"error": {"message": ["a", 1]}}), "answered 500: ['a', 1]"),
+    "binary": (
+        Answer(500, b"\xff\0\x07", {"content-type": "text/x; charset=a\0b"}),
+        "answered 500: \ufffd??",
+    ),
+}
+
+
+@pytest.mark.parametrize("answer, reason", STRANGE.values(), ids=STRANGE)
+def test_an_answer_of_a_stranger_is_a_line_that_a_terminal_can_show(fake, answer, reason):
+    fake.script[START] = answer
+    with pytest.raises(SyncError) as caught:
+        HTTPWeightSyncClient(fake.url, timeout=5).start_weight_update()
+    assert str(caught.value) == f"start_weight_update: the server {reason}"
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"checksums": [1]}, {"checksums": {"a": [1]}}, {"checksums": {"a": None}}]
+)
+def test_checksums_are_texts(fake, said):
+    fake.script[CHECK] = Answer(body=said)
+    with pytest.raises(SyncError, match="without checksums"):
+        verify(HTTPWeightSyncClient(fake.url), small(), pytest.fail)
+
+
+def test_a_number_of_workers_is_a_number(fake):
+    fake.script["/get_world_size"] = [Answer(body={"world_size": size}) for size in (8, "8")]
+    client = HTTPWeightSyncClient(fake.url)
+    assert client.world_size() == 8
+    with pytest.raises(SyncError, match="without a number"):
+        client.world_size()
+
+
+ROW: dict[str, Any] = {"token_ids": [97] * 16, "logprobs": {"token_logprobs": [-1.0] * 16}}
+NO_ROLLOUTS = {
+    "a token beyond bytes": [ROW | {"token_ids": [97] * 15 + [256]}] * 128,
+    "a negative token": [ROW | {"token_ids": [97] * 15 + [-1]}] * 128,
+    "half a token": [ROW | {"token_ids": [97] * 15 + [1.5]}] * 128,
+    "a huge token": [ROW | {"token_ids": [97] * 15 + [2**70]}] * 128,
+    "tokens that are lists": [ROW | {"token_ids": [[97]] * 16}] * 128,
+    "too few tokens": [ROW | {"token_ids": [97] * 15}] * 128,
+    "too few rows": [ROW] * 127,
+    "no row": [],
+    "too few log-probabilities": [ROW | {"logprobs": {"token_logprobs": [-1.0]}}] * 128,
+    "log-probabilities of text": [ROW | {"logprobs": {"token_logprobs": ["a"] * 16}}] * 128,
+    "text": "abc",
+}
+
+
+@pytest.mark.parametrize("choices", NO_ROLLOUTS.values(), ids=NO_ROLLOUTS)
+def test_completions_that_are_none_of_what_was_asked_for_are_a_sync_error(fake, choices):
+    good = Answer(body={"choices": [ROW] * 128, "weight_version": "v"})
+    fake.script["/v1/completions"] = [good, Answer(body={"choices": choices, "weight_version": "v"})]
+    client = HTTPWeightSyncClient(fake.url)
+    assert trainer.sample(client, 0).tokens.shape == (128, 16)
+    with pytest.raises(SyncError, match="without tokens and log-probabilities"):
+        trainer.sample(client, 0)
 
 
 @pytest.mark.parametrize("bad", ["500", "503", "404", "400", "half an answer"])
@@ -1643,6 +1709,8 @@ def write_checkpoints(folder: Path) -> None:
     torch.save(weights, folder / "pths" / "small.pth")
     torch.save([weights["a"]], folder / "list.pt")
     torch.save({"model": weights}, folder / "nested.pt")
+    torch.save({"a": torch.zeros(1).expand(1 << 45)}, folder / "expanded.pt")
+    torch.save({"a": torch.eye(2).to_sparse()}, folder / "sparse.pt")
     (folder / "hostile.pt").write_bytes(pickle.dumps({"a": Hostile(str(folder / "canary"))}, protocol=2))
     for suffix in ("pt", "safetensors"):
         (folder / f"text.{suffix}").write_text("hello\nworld\n")
@@ -1740,6 +1808,15 @@ def test_what_is_no_checkpoint_is_one_line(main, fake, checkpoints, name, reason
 def test_a_file_that_cannot_be_read_is_one_line(main, fake, checkpoints, name):
     code, out, (line,) = main(fake.url, "--checkpoint", checkpoints / name)
     assert (code, out) == (1, "") and line.startswith(f"trainer.py: {checkpoints / name} ")
+
+
+@both_modes
+@pytest.mark.parametrize("name", ["expanded.pt", "sparse.pt"])
+def test_a_tensor_that_cannot_be_lent_is_one_line_that_names_it(main, fake, checkpoints, name, packed):
+    words = ["--device", "cpu", *(["--packed"] if packed else [])]
+    code, out, (line,) = main(fake.url, "--checkpoint", checkpoints / name, *words)
+    assert (code, out) == (1, "") and re.match(r"trainer\.py: a(:| has) .*(bytes|sparse)", line)
+    assert fake.paths == [INIT, PAUSE, RESUME]
 
 
 def test_too_small_a_buffer_is_one_line_that_names_the_tensor(main, fake, checkpoints):
