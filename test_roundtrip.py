@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import http.client
+import http.server
 import inspect
 import itertools
 import json
@@ -1794,11 +1795,54 @@ class AtURL:
             self.devices = [f"{kind}:{worker}" for worker in range(world_size(url))]
 
 
+MOST_WORKERS = 1024  # what a server says is made room for
+
+
 def world_size(url):
-    with requests.Session() as http, contextlib.suppress(requests.RequestException, ValueError, KeyError):
+    """Its workers; 1 where it does not say, or what cannot be: a case finds that."""
+    unreadable = requests.RequestException, ValueError, LookupError, TypeError
+    with requests.Session() as http, contextlib.suppress(*unreadable):
         http.trust_env = False
-        return int(http.get(f"{url}/get_world_size", timeout=60).json()["world_size"])
+        size = http.get(f"{url}/get_world_size", timeout=60).json()["world_size"]
+        return int(size) if size in range(1, MOST_WORKERS + 1) else 1
     return 1
+
+
+@contextlib.contextmanager
+def saying(body):
+    """A server that answers everything with this: its URL."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.mark.parametrize("size", [0, -1, 1025, 10**9, "8", [8], None, float("inf")])
+def test_a_number_of_workers_that_cannot_be_is_taken_for_one(size):
+    with saying({"world_size": size}) as url:
+        assert world_size(url) == 1
+    with saying({"world_size": 1024}) as url:
+        assert world_size(url) == 1024
+
+
+def test_a_server_without_checksums_in_its_answer_fails_its_case_with_a_sentence():
+    with saying({"match": True}) as url:
+        peer = Peer(AtURL(url))
+        with pytest.raises(AssertionError, match="without checksums"):
+            peer.look()
 
 
 class Peer(Client):
@@ -1902,7 +1946,7 @@ class Peer(Client):
         """What shows of the weights, after a good sync: {key: checksum}, or greedy completions."""
         if not self.has_checksums:
             return self.completions()
-        table = good(self.post("/weight_checker", {"action": "checksum"}))["checksums"]
+        table = checksums_in(self.post("/weight_checker", {"action": "checksum"}))
         return {key: value for key, value in table.items() if self.prefix in key}
 
     def completions(self):
@@ -2019,6 +2063,13 @@ def good(reply):
     body = reply.json()
     assert isinstance(body, dict), f"{reply.request.path_url} answers {body!r}, no JSON object"
     return body
+
+
+def checksums_in(reply):
+    """The table in a good answer of /weight_checker."""
+    table = good(reply).get("checksums")
+    assert isinstance(table, dict), f"/weight_checker answers {reply.text[:200]!r}, without checksums"
+    return table
 
 
 def bad(reply):
@@ -2756,7 +2807,7 @@ def _(peer):
 @case("route.weight-checker", "sync-unpacked")
 def _(peer):
     """compare names the keys that differ, are missing or too many."""
-    table = good(peer.route("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+    table = checksums_in(peer.route("POST", "/weight_checker", {"action": "checksum"}))
     if len(table) < 2:
         unobservable("the server has fewer than two parameters")
     other, gone, *_ = sorted(table)
