@@ -1290,7 +1290,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
                     self._give_up(_error(503, "ServiceUnavailableError", full, None))
 
     def refusal(self) -> Reply | None:
-        return self.app.refusal(self.command, self.path, self._lowered())
+        asked = self.command, self.path, self._lowered()
+        return self.app.answer(*asked, b"") if self.app.refusal(*asked) else None
 
     def reply(self, body: bytes) -> None:
         reply = self.app.answer(self.command, self.path, self._lowered(), body)
