@@ -154,9 +154,9 @@ class Worker:
         try:
             return model().requires_grad_(False).eval().to(self.place)
         except (Exception, SystemExit) as exc:
-            seen = f"{type(exc).__name__}: {exc}"
+            why = _words_of(exc)
             raise ValueError(
-                f"the model is no callable that gives a module without arguments: {seen}"
+                f"the model is no callable that gives a module without arguments: {why}"
             ) from exc
 
     def check(self, update: UpdateInfo) -> Opening:
@@ -1313,7 +1313,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
         """The body's; or the refusal of one that cannot be read, or that another reader may see elsewhere."""
         length = self.headers.get("content-length", "0")
         if any(isinstance(defect, DEFECTS) for defect in self.headers.defects):
-            return _error(400, "Bad Request", "a header line is none", None)
+            return _error(400, "Bad Request", "a line of the head is no header", None)
         for name in ("content-length", "host", "origin"):
             if len({*self.headers.get_all(name, [])}) > 1:
                 return _error(400, "Bad Request", f"there are two values of {name}", None)
@@ -2002,14 +2002,18 @@ def parse_devices(text: str) -> list[torch.device]:
     return devices
 
 
+def _words_of(exc: BaseException) -> str:
+    return " ".join(str(exc).split()) or type(exc).__name__
+
+
 def load_callable(path: str) -> Callable[[], torch.nn.Module]:
     """`MODULE:CALLABLE` as the callable. Raises ValueError."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as exc:  # whatever a module does while it is imported
-        seen = f"{type(exc).__name__}: {exc}"
-        raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {seen}") from exc
+        why = _words_of(exc)
+        raise ValueError(f"--model {path!r} is no MODULE:CALLABLE that can be imported: {why}") from exc
 
 
 def _at_least(least: float, kind: Callable[[str], Any], most: float = sys.maxsize) -> Callable[[str], Any]:
@@ -2153,8 +2157,9 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     options = build_parser().parse_args()
-    logging.basicConfig(level=logging.INFO)
-    logging.root.handlers[0].setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     sys.path.insert(0, os.getcwd())  # --model of the folder one stands in
     made = ""
     if options.judge is not None:

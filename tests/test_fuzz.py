@@ -200,7 +200,7 @@ def test_the_first_broken_rule_ends_the_judging():
 
 def test_whatever_a_model_raises_is_said_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for at, raises in enumerate(["1 / 0", "raise KeyError('text')", "raise SystemExit('text')"]):
+    for at, raises in enumerate(["1 / 0", "raise KeyError('text')", "raise SystemExit('a\\ntext')"]):
         (tmp_path / f"raises{at}.py").write_text(raises)
         with pytest.raises(ValueError, match=r"MODULE:CALLABLE.*(division|text)"):
             server.load_callable(f"raises{at}:model")

@@ -1361,7 +1361,7 @@ def test_where_nothing_could_be_lent_what_the_receiver_has_from_before_is_not_se
 ):
     reader.lets_go, client = False, HTTPWeightSyncClient(fake.url)
     send(client, {"a": torch.ones(3)}, packed=False, exports=kept)
-    with pytest.raises(RuntimeError, match=r"memory|allocate"):
+    with pytest.raises(HandleError, match=r"^a: .*(memory|allocate)"):
         send(client, {"a": torch.ones(1).expand(1 << 45)}, packed=False, exports=kept)
     assert counters(exports) == {1}
 
