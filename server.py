@@ -75,7 +75,7 @@ MAX_VALUES = 1 << 22  # in the JSON of a body; 20,000 tensors have 200,000
 LONG_INT = re.compile(rb"[ \t\r\n:,[]-?[0-9]{19}")  # seven times as fast as one that may begin anywhere
 MAX_MESSAGE = 1000  # characters: what was refused is not sent back whole, nor logged
 MAX_COMPLETIONS = 600  # that run or are queued; the rest of MAX_CONNECTIONS is the trainer's
-MAX_PROMPT = 1 << 20  # tokens of a request's prompts, before anybody knows the model's context
+MAX_PROMPT = 1 << 20  # tokens of the prompts of all rows, where nobody knows the model's context yet
 MAX_ROWS = 1024  # sequences of one completion: prompts times n
 DEFAULT_MODEL = "trainer:ByteLM"  # what is served when the weights are exactly its parameters
 ADDRESS = re.compile(r"(localhost|[\d.]+|\[[\da-f:.]+\])(:\d+)?")
@@ -780,7 +780,7 @@ class App:
         if refusal := self.refusal(method, target, headers):
             return refusal
         url = _split(target)
-        _wanted, handler = ROUTES[url.path]
+        handler = ROUTES[url.path][1]
         began = time.monotonic()
         request = Request(
             headers.get("content-type", ""), body, dict(urllib.parse.parse_qsl(url.query, True))
@@ -1048,7 +1048,7 @@ class Asked:
             _within(body, "max_tokens", int, 1, 1 << 20, 16),
             _within(body, "temperature", (int, float), 0, 100, 1.0),
             _within(body, "seed", int, -(1 << 63), (1 << 63) - 1, None),
-            _within(body, "n", int, 1, MAX_ROWS // len(prompts), 1),
+            _within(body, "n", int, 1, min(MAX_ROWS // len(prompts), MAX_PROMPT // total), 1),
             _within(body, "logprobs", int, 0, 20, None),
         )
 

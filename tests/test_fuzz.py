@@ -171,6 +171,13 @@ def test_a_prompt_that_fits_no_context_is_refused_before_it_is_read(prompt):
     assert "at most" in reply.body["error"]["message"]
 
 
+@pytest.mark.parametrize("prompt, n", [("a" * (1 << 19), 3), (["a" * 8192] * 64, 3)])
+def test_a_prompt_is_not_copied_more_often_than_it_fits(prompt, n):
+    reply = post(app_on(), "/v1/completions", {"prompt": prompt, "n": n})
+    assert (reply.status, reply.body["error"]["param"]) == (400, "body.n")
+    assert post(app_on(), "/v1/completions", {"prompt": prompt, "n": 2}).status == 503  # no weights
+
+
 def test_completions_that_are_queued_leave_room_for_the_trainer(monkeypatch):
     monkeypatch.setattr(server, "MAX_COMPLETIONS", 2)
     app = app_on(model=Tiny)
