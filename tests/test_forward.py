@@ -624,6 +624,24 @@ def ask(between: Between, method: str, path: str, body: bytes | None = None, **h
     return connection.getresponse()
 
 
+@pytest.mark.parametrize(
+    "head, status",
+    [
+        (b"content-length: 0\r\ncontent-length: 3", 400),
+        (b"content-length : 3", 400),
+        (b"origin: http://x\r\nexpect: 100-continue\r\ncontent-length: 3", 403),
+        (b"expect: 100-continue\r\ncontent-length: 1073741825", 413),
+    ],
+)
+def test_what_the_head_refuses_is_neither_asked_for_nor_passed_on(scripted, head, status):
+    seen: list[Any] = []
+    scripted.upstream.script["/resume"] = lambda handler, body: (seen.append(body), handler.say({}))
+    with socket.create_connection(("127.0.0.1", scripted.port), timeout=PATIENCE) as sock:
+        sock.sendall(b"POST /resume HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 %d " % status)
+    assert ask(scripted, "POST", "/resume", b"abc").status == 200 and seen == [b"abc"]
+
+
 @pytest.mark.parametrize("path", ["/anything/else?a=%20b&a", "/update_weights?x=1"])
 def test_bytes_go_on_as_they_came_and_so_they_return(scripted, path):
     sent, returned = random.Random(0).randbytes(100_000), random.Random(1).randbytes(100_000)
