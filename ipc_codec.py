@@ -134,7 +134,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A 64-bit sum of each tensor's bytes, every 4 of them weighted by their place; computed on its device.
+    """A 64-bit sum of each tensor's bytes, each weighted by its place; computed on its device.
 
     Equal bytes have equal digests, and a witness compares no others: it is no hash for an adversary.
     """
@@ -194,7 +194,7 @@ def _of_rows(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @functools.cache
 def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd numbers for the sums of a row, int64 [SUMS], and for its bytes, int8 [ROW, SUMS]."""
+    """Weights: odd ones for the sums of a row, int64 [SUMS]; for its bytes any, int8 [ROW, SUMS]."""
     powers = torch.full((SUMS * ROW,), ODD, device=device).cumprod(0)
     return powers[:SUMS].clone(), (powers >> 56).to(torch.int8).view(SUMS, ROW).t()
 

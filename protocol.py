@@ -14,7 +14,7 @@ the tests send every counter-example. Read on in `server.py` and `trainer.py`: o
     python protocol.py FILE         judge a transcript (`server.py --transcript` writes one): a line a
                                     finding, the rules held and broken, and what to do. Exit code 0:
                                     nothing found; 1: something (SHOULD counts with --strict only);
-                                    2: nothing can be judged: no update in it, or no transcript
+                                    2: nothing can be judged: no update in it that was taken, or no transcript
 """
 
 from __future__ import annotations
@@ -1039,7 +1039,7 @@ def _(evidence: Evidence, session: Session) -> str:
 @witness_rule(
     "weights.complete",
     SHOULD,
-    "vLLM keeps what a sync does not name as it was",
+    "vLLM leaves what a sync does not name as it was, or uninitialised",
     "missing",
     "finish_weight_update",
 )
@@ -1121,7 +1121,7 @@ WITNESS_RULES["finish_weight_update"].append(RULES["export.fresh"])  # from outs
 # --- The judge --------------------------------------------------------------------------------------
 
 TRANSCRIPT = {"transcript": "weight-sync", "version": 1}  # the first line has these, and `uuids`
-MOST_ALIKE = 3  # findings that are written out, of one party about one rule
+MOST_ALIKE = 3  # findings that are written out, of one party about one rule in one call
 NO_ANSWER = (502, 503, 504)  # of what stands before the server, or before its engine: the call may be done
 
 
@@ -1215,7 +1215,7 @@ class Judge:
         found = self._find(broken)
         silent = isinstance(error, str) and not error.strip()
         open_perhaps = self.lost and len(open_to) == 1  # or not: then that is why it is refused
-        if not self._succeeded and not found and (silent or not open_perhaps):
+        if status not in NO_ANSWER and not self._succeeded and not found and (silent or not open_perhaps):
             party = "server" if silent else "unclear"
             self._find([Refused(RULES["refusal.explained"], _one_line(error) or "no reason")], party)
         if self.joined and 400 <= status < 500:  # vLLM leaves the update open; others may not
@@ -1295,9 +1295,8 @@ class Judge:
             self.exercised.discard("init.first")
         if self.sessions[0].state is UPDATING and not self.lost:
             self._find([Refused(RULES["sync.finished"], "the transcript ends in an open update")])
-        elif "finish.after-start" in self.exercised and not any(
-            finding.rule.id == "start.one-at-a-time" for finding in self.findings
-        ):
+        taken_over = "start.one-at-a-time" in {finding.rule.id for finding in self.findings}
+        if not self.lost and not taken_over and "finish.after-start" in self.exercised:
             self.exercised.add("sync.finished")
         return self.findings
 
@@ -1338,8 +1337,10 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
     except (OSError, ValueError) as exc:
         out(f"{path}: cannot be judged: {exc}")
         return 2
-    if not findings and not any(line.get("call") == "update_weights" for line in lines):
-        out(f"{path}: no update in it: nothing was exercised, nothing can be judged")
+    if not findings and not any(
+        line.get("call") == "update_weights" and 200 <= line["status"] < 300 for line in lines
+    ):
+        out(f"{path}: no update in it that was taken: nothing can be judged")
         return 2
     for text in _folded(findings):
         out(text)

@@ -307,7 +307,7 @@ class WeightTransferEngine:
         self.writes = 0  # how often weights were written
         self.applied: set[str] = set()  # names written by the open session
         self.torn: set[str] = set()  # names written by failed sessions, and not by a good one since
-        self.awaited = False  # whether the last call was a start in an open session: somebody else's
+        self.awaited = False  # whether a start was refused since the last start or update: somebody waits
         self.taken_over: set[Any] = set()  # exports of a session that was closed for somebody else
         self.learned = Learned()  # from the last good sync
         self.learning = Learned()  # from the open one
@@ -397,8 +397,9 @@ class WeightTransferEngine:
         late = [
             (label, args)
             for update in (updates if self.taken_over else ())
-            for (label, slot), (*_, args) in zip(update.slots, update.args, strict=False)
-            if slot in self.taken_over
+            for _at, label, uuid, args in update.args
+            if isinstance(args[protocol.COUNTER], bytes) and type(args[protocol.SLOT]) is int
+            if (uuid, args[protocol.COUNTER], args[protocol.SLOT]) in self.taken_over
         ]
         counts = ipc_codec.ref_counts([args for _label, args in late])
         if released := [label for (label, _args), count in zip(late, counts, strict=True) if count == 0]:
@@ -484,7 +485,7 @@ class WeightTransferEngine:
             if self.witness:
                 self.witness.finished()
             if self.awaited and weight_version is None:  # closed for another trainer, and perhaps half sent
-                self.taken_over = set().union(*(worker.session.slots for worker in self.workers))
+                self.taken_over.update(*(worker.session.slots for worker in self.workers))
                 self.torn |= self.applied
             else:
                 self.taken_over = set()
@@ -773,7 +774,7 @@ class App:
         self.changed = threading.Condition(self.lock)  # of `paused` or `running`
         self.paused: str | None = None  # the mode, while paused
         self.running = 0  # completions
-        self.asked = 0  # those, and the queued ones
+        self.places = threading.Semaphore(MAX_COMPLETIONS)  # of those, and of the queued ones
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Station 7. The envelope is judged first (400), then the session and the content (500)."""
@@ -893,15 +894,12 @@ class App:
 
     def completions(self, call: str, request: Request) -> Reply:
         asked = Asked.from_json(request.json(), self.engine.model_name)
-        with self.changed:
-            if self.asked >= MAX_COMPLETIONS:
-                raise Unavailable(f"{self.asked} completions run or are queued; try again")
-            self.asked += 1
+        if not self.places.acquire(blocking=False):  # not by the lock: an update may have it
+            raise Unavailable(f"{MAX_COMPLETIONS} completions run or are queued; try again")
         try:
             return self._complete(asked)
         finally:
-            with self.changed:
-                self.asked -= 1
+            self.places.release()
 
     def _complete(self, asked: Asked) -> Reply:
         with self.changed:
@@ -1038,10 +1036,10 @@ class Asked:
         many = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
         if many and len(prompt) > MAX_ROWS:
             raise BadRequest(f"there are {len(prompt)} prompts; {MAX_ROWS} sequences at most", "body.prompt")
-        prompts = prompt if many else [prompt]
-        if (total := sum(len(one) for one in prompts if isinstance(one, (str, list)))) > MAX_PROMPT:
+        texts = [one.encode() if isinstance(one, str) else one for one in (prompt if many else [prompt])]
+        if (total := sum(len(one) for one in texts if isinstance(one, (bytes, list)))) > MAX_PROMPT:
             raise BadRequest(f"the prompt has {total:,} tokens; {MAX_PROMPT:,} at most", "body.prompt")
-        prompts = [_token_ids(one) for one in prompts]
+        prompts = [_token_ids(one) for one in texts]
         return cls(
             prompts,
             model,
@@ -1097,7 +1095,7 @@ def _text(tokens: list[int]) -> str:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    tokens: Any = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    tokens: Any = list(prompt) if isinstance(prompt, bytes) else prompt
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < 256 for t in tokens):
         raise BadRequest("a prompt is text or token ids (bytes, 0 to 255), and not empty", "body.prompt")
     return tokens
@@ -1274,7 +1272,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def serve(self) -> None:
-        """What can be refused by the head alone is refused before the body is read, and asked for."""
+        """Of what the head alone refuses the body is not asked for, and what comes of it is dropped."""
         self.began = time.monotonic()
         length = self._length()
         if isinstance(length, Reply):
@@ -1287,7 +1285,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
                     self.reply(self._read_body(length))
                 else:
                     full = "the bodies of other requests fill the server's memory; try again"
-                    self._give_up(_error(503, "ServiceUnavailableError", full, None))
+                    self._give_up(_error(429, "TooManyRequests", full, None))
 
     def refusal(self) -> Reply | None:
         asked = self.command, self.path, self._lowered()
@@ -1312,7 +1310,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
     def _length(self) -> int | Reply:
         """The body's; or the refusal of one that cannot be read, or that another reader may see elsewhere."""
         length = self.headers.get("content-length", "0")
-        if any(isinstance(defect, DEFECTS) for defect in self.headers.defects):
+        ended = self.headers.get_payload() or self.headers.get_unixfrom()  # the parser, before the head did
+        if ended or any(isinstance(defect, DEFECTS) for defect in self.headers.defects):
             return _error(400, "Bad Request", "a line of the head is no header", None)
         for name in ("content-length", "host", "origin"):
             if len({*self.headers.get_all(name, [])}) > 1:
@@ -2071,9 +2070,8 @@ def make_server(options: argparse.Namespace) -> Server:
         )
     model = load_callable(options.model) if options.model else None
     engine = WeightTransferEngine(devices, model, options.strict, options.model or DEFAULT_MODEL)
-    engine.hold_seconds = options.hold_seconds
-    if engine.hold_seconds is None:
-        engine.hold_seconds = 0.0 if options.judge is None else HOLD_SECONDS
+    default = 0.0 if options.judge is None else HOLD_SECONDS
+    engine.hold_seconds = default if options.hold_seconds is None else options.hold_seconds
     app = App(engine, options.data_parallel_size, options.max_body_bytes)
     server = Server((options.host, options.port), type("Connection", (Connection,), {"app": app}))
     if options.transcript:
@@ -2142,8 +2140,9 @@ def judge(server: Server, url: str, options: argparse.Namespace) -> int:
     finally:
         if serving.is_alive():
             server.shutdown()
+    # The transcript is whole: a call that the trainer gave up is in it as well, but of a forwarder.
     with server.RequestHandlerClass.app.lock:  # type: ignore[attr-defined]
-        server.server_close()  # the transcript is whole: a call that the trainer gave up is in it as well
+        server.server_close()
     print(f"{command[0]} ended with exit code {ended}; the transcript is {options.transcript}")
     verdict = protocol.verdict(options.transcript, options.strict)
     if ended:

@@ -1625,6 +1625,18 @@ def test_an_update_that_is_closed_for_a_trainer_that_waits_is_a_mix(byte_lm, tol
     ok(complete(byte_lm))
 
 
+def test_however_often_updates_are_closed_no_trainer_writes_into_another(client):
+    late = client.unpacked({"e": torch.zeros(0), "x": noise(torch.int32, 4, seed=1)})
+    client.begin()
+    ok(client.update(late))
+    for seed in (2, 3):
+        refused(client.post(START))
+        ok(client.finish())
+        ok(client.post(START))
+        ok(client.update(client.unpacked({"y": noise(torch.int32, 4, seed=seed)})))
+    assert "closed for another trainer" in refused(client.update(late))
+
+
 def test_a_trainer_whose_update_was_closed_writes_into_no_other(client):
     """Packed, it goes on with the export that it began with, which was released with its update."""
     first, second = model(0), model(1)

@@ -280,7 +280,7 @@ class HTTPWeightSyncClient:
         try:
             self.call("update_weights", update_info if made else update_body(update_info))
         except SyncError as exc:
-            self.left_open = exc.status != 500
+            self.left_open &= exc.status != 500
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -296,6 +296,9 @@ class HTTPWeightSyncClient:
 
     def resume(self) -> None:
         self.call("resume")
+
+    def is_paused(self) -> bool:
+        return self._request("GET", "is_paused").get("is_paused") is True
 
     def world_size(self) -> int:
         """The number of the server's workers."""
@@ -1152,7 +1155,8 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     A trainer that died leaves its update open, and vLLM has no call that aborts one: it is closed with a
     finish without a version, and everything is sent again.
     """
-    deadline = time.monotonic() + (0.0 if client.left_open else start_wait)  # what is ours nobody else ends
+    deadline = time.monotonic() + start_wait  # also after a sync of ours that failed: its update may be ended
+    whose = "ours, that failed, or another trainer's" if client.left_open else "another trainer's"
     while True:
         try:
             return client.start_weight_update()
@@ -1163,7 +1167,7 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        progress(f"{refusal}; another trainer may be at it, trying again for {left:.0f} s")
+        progress(f"{refusal}; it is {whose}, trying again for {left:.0f} s")
         time.sleep(min(1.0, left))
     progress("start is still refused: closing the update that was left open")
     try:
@@ -1367,11 +1371,12 @@ class Sync:
         """
         ranks = Ranks(seconds=self.options.timeout)
         resume = functools.partial(_unless_missing, self.client.resume)
+        was_paused = ranks.first("is paused", functools.partial(_unless_missing, self.client.is_paused))
         ranks.first("pause", functools.partial(_unless_missing, self.client.pause))
         try:
             sent = self._send(weights, weight_version)
         except (RankError, ValueError):
-            if ranks.rank == 0 and not self.client.left_open:  # no weight was touched
+            if ranks.rank == 0 and not was_paused and not self.client.left_open:  # no weight was touched
                 with contextlib.suppress(SyncError):
                     resume()
             raise
@@ -1387,13 +1392,14 @@ class Sync:
         return send_weights_packed(self.client, weights, buffer=self.buffer, **more)
 
 
-def _unless_missing(call: Callable[[], None]) -> None:
+def _unless_missing(call: Callable[[], Any]) -> Any:
     """A server that serves nobody may have nothing to pause."""
     try:
-        call()
+        return call()
     except SyncError as exc:
         if exc.status not in (404, 405):
             raise
+        return None
 
 
 def send_checkpoint(client: HTTPWeightSyncClient, options: argparse.Namespace, device: torch.device) -> None:

@@ -1184,6 +1184,7 @@ class Mutated(Trainer):
 @pytest.mark.parametrize(("rule_id", "mutant"), list(itertools.chain(*MUTANTS.values())))
 def test_a_mutant_is_named_from_outside_as_far_as_it_shows(before, rule_id, mutant):
     with visit(before(mutant.workers, mutant.slow), Mutated) as t:
+        ok(t.post(START)), ok(t.finish())  # from here on it is known that no update is open
         mutant.run(t)
         broken, hidden = (
             {rule_id, *mutant.besides},

@@ -164,7 +164,10 @@ def test_a_completion_has_so_many_rows_and_no_more(prompts, n):
         assert post(app_on(), "/v1/completions", body).status == 503  # there are no weights yet
 
 
-@pytest.mark.parametrize("prompt", ["a" * (1 << 20) + "b", ["a" * 1025] * 1024, [97] * ((1 << 20) + 1)])
+PROMPTS = ["a" * (1 << 20) + "b", ["a" * 1025] * 1024, [97] * ((1 << 20) + 1), "\u2603" * (1 << 19)]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["text", "texts", "tokens", "three bytes a character"])
 def test_a_prompt_that_fits_no_context_is_refused_before_it_is_read(prompt):
     reply = post(app_on(), "/v1/completions", {"prompt": prompt})
     assert (reply.status, reply.body["error"]["param"]) == (400, "body.prompt")
@@ -179,18 +182,16 @@ def test_a_prompt_is_not_copied_more_often_than_it_fits(prompt, n):
 
 
 def test_completions_that_are_queued_leave_room_for_the_trainer(monkeypatch):
+    """Also while an update has the lock."""
     monkeypatch.setattr(server, "MAX_COMPLETIONS", 2)
     app = app_on(model=Tiny)
     asked = {"prompt": "a", "max_tokens": 1}
-    assert post(app, "/pause?mode=keep").status == 200
     with ThreadPoolExecutor(3) as pool:
-        queued = [pool.submit(post, app, "/v1/completions", asked) for _ in range(2)]
-        assert until(lambda: app.asked == 2, 5)
-        refusal = pool.submit(post, app, "/v1/completions", asked)
-        try:
-            assert refusal.result(5).status == 503 and "queued" in refusal.result().body["error"]["message"]
-        finally:
-            post(app, "/resume")
+        with app.lock:
+            queued = [pool.submit(post, app, "/v1/completions", asked) for _ in range(2)]
+            assert until(lambda: app.places._value == 0, 5)
+            refusal = pool.submit(post, app, "/v1/completions", asked).result(5)
+        assert refusal.status == 503 and "queued" in refusal.body["error"]["message"]
         assert [reply.result().status for reply in queued] == [200, 200]
     assert post(app, "/v1/completions", asked).status == 200
 
@@ -936,12 +937,12 @@ def test_bodies_have_a_limit_together_and_small_ones_are_none_of_them(impatient)
             return all(sock.recv(12) == b"HTTP/1.1 100" for sock in socks)
 
         assert until(full, 5), "what a test before has begun is given up by then"
-        assert status_of(impatient, large) == status_of(impatient, asks) == 503
+        assert status_of(impatient, large) == status_of(impatient, asks) == 429
         [*_, text] = said_to(impatient, HEAD + b"content-length: 9000000\r\n\r\n" + bytes(9_000_000)).split(
             b"\r\n"
         )
         error = json.loads(text)["error"]
-        assert error.keys() == {"message", "type", "param", "code"} and error["code"] == 503
+        assert error.keys() == {"message", "type", "param", "code"} and error["code"] == 429
         small = HEAD + b"content-type: application/json\r\ncontent-length: 1048576\r\n\r\n" + bytes(1 << 20)
         assert status_of(impatient, small) == 400
     assert until(lambda: status_of(impatient, asks) == 100, 5)
@@ -974,6 +975,8 @@ TWO_READINGS = {
     "a space before the colon": RESUME + b"content-length : %d\r\n\r\n" % len(SECOND),
     "no header's name": RESUME + b": x\r\n\r\n",
     "an origin after what is no header": RESUME + b"x y: 1\r\norigin: http://x\r\n\r\n",
+    "an origin after a line that ends in CR": RESUME + b"a: b\r\n\rc: d\r\norigin: http://x\r\n\r\n",
+    "a line of an envelope": RESUME + b"From x\r\n\r\n",
     "an origin as a continuation": RESUME.replace(b"host: x", b" x") + b"\r\n",
     "two origins": RESUME + b"origin: http://x\r\norigin: http://127.0.0.1\r\n\r\n",
     "two hosts": RESUME + b"host: y\r\n\r\n",

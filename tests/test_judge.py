@@ -842,6 +842,20 @@ def test_after_another_refusal_than_vllms_an_update_may_be_open_or_not(status, g
     assert found(lines) == {("unclear", "refusal.explained")}
 
 
+@pytest.mark.parametrize("status", [404, 500])
+def test_where_no_update_was_taken_nothing_can_be_judged(tmp_path, status):
+    refused = {"status": status, "error": "not here"}
+    lines = [FORWARDED, START_LINE | refused, REST[0] | refused, FINISH_LINE | refused]
+    assert said_of(lines, tmp_path)[1] == 2
+
+
+@pytest.mark.parametrize("call", [init_line(), START_LINE])
+@pytest.mark.parametrize("error", ["no answer", ""])
+def test_no_answer_is_found_once(call, error):
+    [finding] = protocol.check([FORWARDED, call | {"status": 503, "error": error}])
+    assert (finding.party, finding.rule.id) == ("server", "refusal.explained")
+
+
 def test_a_finish_whose_body_is_not_read_sets_no_version():
     lines = [*sync_of(update_line(GOOD["unpacked"]))[:-1], FINISH_LINE | {"body": "(no JSON)"}]
     assert found(lines) == {("trainer", "body.envelope")}
@@ -1538,6 +1552,14 @@ NOT_EXERCISED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
     "updates were answered at once": (
         [HEADER | {"hold_seconds": 0.0}, *witnessed({}, {})[1:]],
         {"loan.until-reply"},
+    ),
+    "a sync of which nobody knows whether it was finished": (
+        [
+            *sync_of(update_line(GOOD["unpacked"])),
+            START_LINE,
+            update_line(GOOD["unpacked"], 504, error="gone"),
+        ],
+        {"sync.finished"},
     ),
     "a sync that the next trainer finished": (
         [HEADER, init_line(), START_LINE, START_LINE | {"status": 500, "error": "no"}, FINISH_LINE],

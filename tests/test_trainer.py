@@ -52,7 +52,7 @@ MARK = "WEIGHT_SYNC_TEST_RUN"  # in the environment of a run and of everything t
 ENVIRONMENT = test_roundtrip.environment(gate=False)
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, SHUTDOWN, CHECK = "/finish_weight_update", "/shutdown_weight_transfer_engine", "/weight_checker"
-PAUSE, RESUME = "/pause?mode=abort", "/resume"
+PAUSE, RESUME, IS_PAUSED = "/pause?mode=abort", "/resume", "/is_paused"
 
 has_cuda = torch.cuda.is_available()
 DEVICES = ["cpu:0", pytest.param("cuda:0", marks=pytest.mark.skipif(not has_cuda, reason="needs a GPU"))]
@@ -886,7 +886,7 @@ def test_packed_an_error_of_our_own_in_mid_sync_leaves_the_update_to_the_next_sy
     assert ["/" + path for path in client.called] == [START, UPDATE] and counters(exports) == {1}
     assert "stays lent" in "".join(getattr(caught.value, "__notes__", ["stays lent"]))  # Python 3.11
     client.called.clear()
-    send(client, weights, packed=True, start_wait=30.0)
+    send(client, weights, packed=True)
     assert ["/" + path for path in client.called] == [START, FINISH, START, *[UPDATE] * 3, FINISH]
     assert held(server.url, weights) == digests(weights) and counters(exports) == {0}
 
@@ -1816,14 +1816,14 @@ def test_a_tensor_that_cannot_be_lent_is_one_line_that_names_it(main, fake, chec
     words = ["--device", "cpu", *(["--packed"] if packed else [])]
     code, out, (line,) = main(fake.url, "--checkpoint", checkpoints / name, *words)
     assert (code, out) == (1, "") and re.match(r"trainer\.py: a(:| has) .*(bytes|sparse)", line)
-    assert fake.paths == [INIT, PAUSE, RESUME]
+    assert fake.paths == [INIT, IS_PAUSED, PAUSE, RESUME]
 
 
 def test_too_small_a_buffer_is_one_line_that_names_the_tensor(main, fake, checkpoints):
     words = ["--packed", "--packed-buffer-size-bytes", "20"]
     code, out, (line,) = main(fake.url, "--checkpoint", checkpoints / "small.pt", "--device", "cpu", *words)
     assert (code, out) == (1, "") and line.startswith("trainer.py: a has 24 bytes, the packed buffer 20")
-    assert fake.paths == [INIT, PAUSE, RESUME]
+    assert fake.paths == [INIT, IS_PAUSED, PAUSE, RESUME]
 
 
 @both_modes
@@ -1890,19 +1890,27 @@ def test_what_a_trainer_before_left_paused_is_resumed(main, server, checkpoints)
     assert requests.get(server.url + "/is_paused", timeout=10).json() == {"is_paused": False}
 
 
+def test_what_was_paused_before_a_failure_stays_so(main, fake, checkpoints):
+    """A sync before may have left a mix."""
+    fake.script[IS_PAUSED] = Answer(200, {"is_paused": True})
+    words = ["--checkpoint", checkpoints / "small.pt", "--device", "cpu", "--packed"]
+    assert main(fake.url, *words, "--packed-buffer-size-bytes", "20").code == 1
+    assert fake.paths == [INIT, IS_PAUSED, PAUSE]
+
+
 @both_modes
 def test_after_a_refused_update_it_stays_paused(main, fake, checkpoints, packed):
     fake.script[UPDATE] = [REFUSED]
     words = ["--checkpoint", checkpoints / "small.pt", "--device", "cpu", *["--packed"] * packed]
     assert main(fake.url, *words).code == 1
-    assert fake.paths == [INIT, PAUSE, START, UPDATE]
+    assert fake.paths == [INIT, IS_PAUSED, PAUSE, START, UPDATE]
 
 
 def test_a_server_that_has_nothing_to_pause_is_sent_to(main, fake, checkpoints):
     fake.script |= {PAUSE: Answer(404, b"{}"), RESUME: Answer(404, b"{}"), CHECK: checksums({}, {})}
     words = ["--checkpoint", checkpoints / "small.pt", "--device", "cpu"]
     main(fake.url, *words)
-    assert fake.paths[:6] == [INIT, PAUSE, START, UPDATE, FINISH, RESUME]
+    assert fake.paths[:7] == [INIT, IS_PAUSED, PAUSE, START, UPDATE, FINISH, RESUME]
 
 
 def test_a_server_with_other_names_is_sent_to_twice(main, fake, checkpoints):
@@ -1912,7 +1920,7 @@ def test_a_server_with_other_names_is_sent_to_twice(main, fake, checkpoints):
     said = main(*words)
     assert (said.code, said.err) == (0, [])
     assert said.out.endswith("\nthe server holds other names; sent twice, its 1 checksums are the same\n")
-    sync = [PAUSE, START, UPDATE, FINISH, RESUME, CHECK]
+    sync = [IS_PAUSED, PAUSE, START, UPDATE, FINISH, RESUME, CHECK]
     assert fake.paths == [INIT, *sync, *sync]
     assert [seen.json for seen in fake.seen if seen.path == FINISH] == [{"weight_version": "v1"}] * 2
     said = main(*words)
