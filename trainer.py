@@ -1155,8 +1155,8 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
     A trainer that died leaves its update open, and vLLM has no call that aborts one: it is closed with a
     finish without a version, and everything is sent again.
     """
-    deadline = time.monotonic() + start_wait  # also after a sync of ours that failed: its update may be ended
-    whose = "ours, that failed, or another trainer's" if client.left_open else "another trainer's"
+    deadline = time.monotonic() + start_wait
+    who = "our last sync, which failed, or another trainer" if client.left_open else "another trainer"
     while True:
         try:
             return client.start_weight_update()
@@ -1167,7 +1167,7 @@ def _start(client: HTTPWeightSyncClient, start_wait: float, progress: Progress) 
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        progress(f"{refusal}; it is {whose}, trying again for {left:.0f} s")
+        progress(f"{refusal}; {who} may be at it, trying again for {left:.0f} s")
         time.sleep(min(1.0, left))
     progress("start is still refused: closing the update that was left open")
     try:
