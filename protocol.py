@@ -979,7 +979,7 @@ def _(update: UpdateInfo, session: Session) -> str:
     return "another export than the chunk before" if is_new else ""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """In one line, whatever a name in it holds: it cannot look like a line of its own, or move a cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -1137,7 +1137,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         rule = self.rule
-        return _printable(
+        return printable(
             f"{self.at:>5} {self.call:<28} {self.party:<8} {rule.level:<6} {rule.id}: {rule.text}; "
             f"seen: {self.seen} [answered {self.status}; {rule.source}]"
         )
@@ -1353,7 +1353,7 @@ def verdict(path: str, strict: bool = False, out: Callable[[str], Any] = print) 
         state = "broken" if rule.id in broken else "held" if rule.id in exercised else "not exercised"
         out(f"  {state:<14} {rule.level:<6} {rule.id}")
     counted = [f for f in findings if strict or f.rule.level == MUST]
-    out(_printable(f"{path}: {_sentence(findings, counted, len(lines) - 1)}"))
+    out(printable(f"{path}: {_sentence(findings, counted, len(lines) - 1)}"))
     return 1 if counted else 0
 
 

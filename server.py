@@ -47,7 +47,7 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TextIO
@@ -394,15 +394,13 @@ class WeightTransferEngine:
 
     def _refuse_late(self, updates: Sequence[UpdateInfo]) -> None:
         """Whoever goes on with an update that was closed for another trainer would write into the other's."""
-        late = [
-            (label, args)
-            for update in (updates if self.taken_over else ())
-            for _at, label, uuid, args in update.args
-            if isinstance(args[protocol.COUNTER], bytes) and type(args[protocol.SLOT]) is int
-            if (uuid, args[protocol.COUNTER], args[protocol.SLOT]) in self.taken_over
-        ]
-        counts = ipc_codec.ref_counts([args for _label, args in late])
-        if released := [label for (label, _args), count in zip(late, counts, strict=True) if count == 0]:
+        if not self.taken_over:
+            return
+        lent: Iterator[tuple[str, Any]] = itertools.chain.from_iterable(update.slots for update in updates)
+        late = [(label, slot) for label, slot in lent if slot in self.taken_over]
+        counters = read_counters({file for _label, (_uuid, file, _at) in late})
+        exports = [(label, Export(uuid, file, at, "")) for label, (uuid, file, at) in late]
+        if released := [label for label, export in exports if export.counter(counters) == 0]:
             raise ValueError(
                 f"{released[0]} was lent in an update that was closed for another trainer, who sends "
                 "everything anew: start again, and send all"
@@ -480,7 +478,7 @@ class WeightTransferEngine:
         """Ends the session: mappings are released, and the version is set if one is given."""
         with self._session("finish_weight_update"):
             if self.witness:
-                self.witness.finishing()
+                self.witness.finishing(self.applied)
             self._release()
             if self.witness:
                 self.witness.finished()
@@ -587,7 +585,6 @@ class Witness:
         self.workers = workers
         self.loans: list[list[Loan]] = [[] for _ in workers]
         self.chunk: list[list[Tensor]] = []  # what the running update has opened, by worker
-        self.named: set[str] = set()  # in the open session
         self.refused: list[Any] = []  # exports of refused updates, of all workers
         self.described: tuple[Any, Any] = (None, None)  # an update, and its handles as plain values
         self._begin()
@@ -630,7 +627,6 @@ class Witness:
 
     def opened(self, updates: Sequence[UpdateInfo], opened: list[list[Tensor]]) -> None:
         self.chunk = []
-        self.named.update(*(update.names for update in updates))
         for at, (worker, update, weights) in enumerate(zip(self.workers, updates, opened, strict=True)):
             exports = worker.lent_to_me(update)
             before = _counters(exports, self.loans[at])
@@ -661,7 +657,8 @@ class Witness:
                     loan.digest = digest
         self.chunk = []
 
-    def finishing(self) -> None:
+    def finishing(self, named: Collection[str]) -> None:
+        """Before the release. `named`: what the open session has sent, on all workers."""
         for at, loans in enumerate(self.loans):
             slots = [(loan.args[protocol.COUNTER], loan.args[protocol.SLOT]) for loan in loans]
             uses = Counter(slots)  # an export that is used twice is released twice
@@ -674,14 +671,13 @@ class Witness:
                 "finish": [None if loan.weight is None else next(digests) for loan in loans],
                 "held": [n if known else None for n, known in zip(counters, counted, strict=True)],
             }
-        if self.named and not self.workers[0].takes_any_name:
+        if named and not self.workers[0].takes_any_name:
             held = self.workers[0].weights
-            missing = [name for name in held if name not in self.named]
+            missing = [name for name in held if name not in named]
             seen = f"{len(missing)} of {len(held)} were not sent, {missing[0]} first" if missing else ""
             self.seen[0]["missing"] = seen
 
     def finished(self) -> None:
-        self.named.clear()
         for at, loans in enumerate(self.loans):
             exports = [loan.args for loan in loans]
             loans.clear()
@@ -690,7 +686,6 @@ class Witness:
     def failed(self) -> None:
         """The session is over: nothing is kept that a failed update, or a chunk before it, has opened."""
         self.chunk = []
-        self.named.clear()
         self.refused, self.came = self.came, []
         for loans in self.loans:
             loans.clear()
@@ -1208,8 +1203,7 @@ class OneLine(logging.Formatter):
     """A short line a message: names and versions are a stranger's, and may hold a terminal's codes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = " ".join(super().formatMessage(record)[:MAX_MESSAGE].split())
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        return protocol.printable(" ".join(super().formatMessage(record)[:MAX_MESSAGE].split()))
 
 
 def _bytes(count: int) -> str:
@@ -1274,6 +1268,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
     def serve(self) -> None:
         """Of what the head alone refuses the body is not asked for, and what comes of it is dropped."""
         self.began = time.monotonic()
+        self.lowered = {name.lower(): value for name, value in self.headers.items()}
         length = self._length()
         if isinstance(length, Reply):
             self._give_up(length)
@@ -1288,15 +1283,12 @@ class Connection(http.server.BaseHTTPRequestHandler):
                     self._give_up(_error(429, "TooManyRequests", full, None))
 
     def refusal(self) -> Reply | None:
-        asked = self.command, self.path, self._lowered()
+        asked = self.command, self.path, self.lowered
         return self.app.answer(*asked, b"") if self.app.refusal(*asked) else None
 
     def reply(self, body: bytes) -> None:
-        reply = self.app.answer(self.command, self.path, self._lowered(), body)
+        reply = self.app.answer(self.command, self.path, self.lowered, body)
         self._write(reply, close=reply.status >= 500)
-
-    def _lowered(self) -> dict[str, str]:
-        return {name.lower(): value for name, value in self.headers.items()}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # whatever the method: the routes know which is right
@@ -1391,6 +1383,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # what comes in a burst beyond it would be tried again after a second
+    descriptors = 1  # that a connection takes
     held = 0  # bytes of bodies
     lock = threading.Lock()
 
@@ -1409,7 +1402,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """One too many is closed at once: out of descriptors, the loop that accepts would spin."""
-        return threading.active_count() < MAX_CONNECTIONS
+        return threading.active_count() < MAX_CONNECTIONS // self.descriptors
 
 
 # --- In between: passes on to a real server, and looks from outside -----------------------------------
@@ -1582,7 +1575,7 @@ class Relay(Connection):
 
     def refusal(self) -> Reply | None:
         """Which routes there are the server knows."""
-        return of_a_web_page(self._lowered())
+        return of_a_web_page(self.lowered)
 
     def reply(self, body: bytes) -> None:
         call = _split(self.path).path[1:]
@@ -1741,13 +1734,11 @@ def _readable(sock: socket.socket) -> bool:
 
 
 class Forwarder(Server):
+    descriptors = 2  # the second is to the server
+
     def __init__(self, address: tuple[str, int], relay: type[Relay], forward: Forward):
         self.forward = forward
         super().__init__(address, relay)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Half as many: each has a second descriptor, to the server."""
-        return threading.active_count() < MAX_CONNECTIONS // 2
 
     def server_close(self) -> None:
         super().server_close()
